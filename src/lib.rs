@@ -16,5 +16,6 @@
 pub mod chat;
 pub mod engine;
 pub mod message;
+pub mod model;
 pub mod permission;
 pub mod tools;

@@ -1,0 +1,515 @@
+//! Qwen2 on the CPU: packed weights, our own kernels, a block KV.
+//!
+//! The forward pass is the naive one, layer by layer; the speed is in `matmul` and `attention`. A position's logits are
+//! the same bits whatever the chunking, the number of rows and the number of threads.
+
+mod attention;
+mod matmul;
+mod ops;
+mod packed;
+mod pool;
+mod simd;
+
+use std::cell::RefCell;
+
+use self::attention::Attention;
+use self::matmul::{Product, Rows, RowsMut};
+use self::packed::Packed;
+use self::pool::Pool;
+#[cfg(target_arch = "x86_64")]
+use self::simd::Avx2;
+use self::simd::{Portable, Simd};
+use super::config::Config;
+use super::kv::{BLOCK, Kv, KvShape, KvType};
+use super::source::{Name, Source};
+use super::{Error, Logits};
+
+/// Which instructions the kernels use. Results are the same bits in every tier that exists today; a session records the
+/// tier all the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tier {
+    /// Plain Rust; the oracle of the others.
+    Portable,
+    /// x86-64 with AVX2, FMA and F16C.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+}
+
+impl Tier {
+    /// The best tier of this machine; `COB_KERNEL_TIER=portable` asks for the oracle.
+    pub fn detect() -> Self {
+        if std::env::var("COB_KERNEL_TIER").is_ok_and(|tier| tier == "portable") {
+            return Tier::Portable;
+        }
+        #[cfg(target_arch = "x86_64")]
+        if Avx2::available() {
+            return Tier::Avx2;
+        }
+        Tier::Portable
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Tier::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Tier::Avx2 => "avx2",
+        }
+    }
+}
+
+/// Runs a generic kernel in a tier. The `#[target_feature]` function is where the tier's instructions become legal; the
+/// kernels are inlined into it.
+macro_rules! in_tier {
+    ($tier:expr, $kernel:ident ( $($arg:ident : $ty:ty),* )) => {{
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma,f16c")]
+        #[allow(clippy::too_many_arguments)]
+        unsafe fn avx2($($arg: $ty),*) {
+            unsafe { $kernel::<Avx2>($($arg),*) }
+        }
+        // SAFETY: `Tier::Avx2` exists only where `Avx2::available()` said so; the rest is the kernel's contract.
+        unsafe {
+            match $tier {
+                Tier::Portable => $kernel::<Portable>($($arg),*),
+                #[cfg(target_arch = "x86_64")]
+                Tier::Avx2 => avx2($($arg),*),
+            }
+        }
+    }};
+}
+
+pub(crate) struct CpuModel {
+    config: Config,
+    source: Source,
+    tier: Tier,
+    pool: Pool,
+    kv_type: KvType,
+    layers: Vec<Layer>,
+    norm: Vec<f32>,
+    head: Packed,
+    rope: Rope,
+    scratch: Scratch,
+    /// Which forms of the activations the weights need.
+    floats: bool,
+}
+
+struct Layer {
+    attention_norm: Vec<f32>,
+    /// Query, key, value; their biases.
+    qkv: [Packed; 3],
+    qkv_bias: [Vec<f32>; 3],
+    output: Packed,
+    mlp_norm: Vec<f32>,
+    gate_up: [Packed; 2],
+    down: Packed,
+}
+
+/// Cosines and sines, grown as positions are used.
+struct Rope {
+    half: usize,
+    theta: f64,
+    /// [positions, half]
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+impl Rope {
+    fn grow(&mut self, positions: usize) {
+        for p in self.cos.len() / self.half..positions {
+            for i in 0..self.half {
+                let angle = p as f64 * self.theta.powf(-(i as f64) / self.half as f64);
+                self.cos.push(angle.cos() as f32);
+                self.sin.push(angle.sin() as f32);
+            }
+        }
+    }
+}
+
+/// Buffers of one chunk of rows, kept between calls.
+#[derive(Default)]
+struct Scratch {
+    /// [rows, hidden]: the residual stream.
+    x: Vec<f32>,
+    /// [rows, hidden]: what the last block adds to it.
+    delta: Vec<f32>,
+    /// [rows, (heads + 2 · kv_heads) · head_dim]
+    qkv: Vec<f32>,
+    /// [rows, heads · head_dim]
+    attended: Vec<f32>,
+    /// [rows, 2 · intermediate]
+    mlp: Vec<f32>,
+    rows: Rows,
+}
+
+/// A pointer that the parts of a job use for different rows.
+#[derive(Clone, Copy)]
+struct Shared<T>(*mut T);
+unsafe impl<T> Send for Shared<T> {}
+unsafe impl<T> Sync for Shared<T> {}
+
+impl<T> Shared<T> {
+    /// # Safety
+    /// In bounds, and no one else uses these elements now.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn slice(&self, at: usize, len: usize) -> &mut [T] {
+        unsafe { std::slice::from_raw_parts_mut(self.0.add(at), len) }
+    }
+}
+
+impl CpuModel {
+    /// Packs all weights, reading the file once from front to back. `threads` in all.
+    pub fn load(source: Source, config: Config, tier: Tier, threads: usize, kv_type: KvType) -> Result<Self, String> {
+        let mut pool = Pool::new(threads);
+        let c = &config;
+        let mut floats = false;
+        let mut pack = |name: Name, n: usize, k: usize| -> Result<Packed, String> {
+            let raw = source.raw(name, n, k)?;
+            floats |= raw.kind.is_float();
+            let mut packed = Packed::empty(raw.kind, n, k)
+                .map_err(|e| format!("no memory for {name:?} ({} bytes): {e}", Packed::bytes(raw.kind, n, k)))?;
+            let (panels, bytes, to) = (packed.panels(), packed.panel_bytes(), Shared(packed.base()));
+            let unit = (1 << 18) / bytes.max(1) + 1;
+            pool.run(panels.div_ceil(unit), &|part| {
+                for p in part * unit..((part + 1) * unit).min(panels) {
+                    // SAFETY: panels do not overlap, and each is packed by one part.
+                    let out = unsafe { to.slice(p * bytes, bytes) };
+                    pack_panel(tier, &raw, p, out);
+                }
+            });
+            source.release(&raw);
+            Ok(packed)
+        };
+        let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        let mut layers = Vec::with_capacity(c.layers);
+        for i in 0..c.layers {
+            layers.push(Layer {
+                attention_norm: source.vector(Name::AttentionNorm(i), c.hidden)?,
+                qkv: [
+                    pack(Name::Query(i), q, c.hidden)?,
+                    pack(Name::Key(i), kv, c.hidden)?,
+                    pack(Name::Value(i), kv, c.hidden)?,
+                ],
+                qkv_bias: [
+                    source.vector(Name::QueryBias(i), q)?,
+                    source.vector(Name::KeyBias(i), kv)?,
+                    source.vector(Name::ValueBias(i), kv)?,
+                ],
+                output: pack(Name::AttentionOutput(i), c.hidden, q)?,
+                mlp_norm: source.vector(Name::MlpNorm(i), c.hidden)?,
+                gate_up: [pack(Name::Gate(i), c.intermediate, c.hidden)?, pack(Name::Up(i), c.intermediate, c.hidden)?],
+                down: pack(Name::Down(i), c.hidden, c.intermediate)?,
+            });
+        }
+        let norm = source.vector(Name::OutputNorm, c.hidden)?;
+        // A model without an output matrix uses its embedding.
+        let head = if source.has(Name::Output) { Name::Output } else { Name::Embedding };
+        let head = pack(head, c.vocab, c.hidden)?;
+        source.raw(Name::Embedding, c.vocab, c.hidden)?;
+        let rope = Rope { half: c.head_dim / 2, theta: c.rope_theta, cos: Vec::new(), sin: Vec::new() };
+        Ok(CpuModel { source, tier, pool, kv_type, layers, norm, head, rope, scratch: Scratch::default(), floats, config })
+    }
+
+    pub fn tier(&self) -> Tier {
+        self.tier
+    }
+
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+
+    pub fn kv_shape(&self) -> KvShape {
+        let c = &self.config;
+        KvShape { layers: c.layers, kv_heads: c.kv_heads, head_dim: c.head_dim, kind: self.kv_type }
+    }
+
+    /// Evaluates `ids` (at least one) at the positions after `kv`, appends their keys and values, and returns the logits
+    /// that were asked for. When `cancelled` says so between two layers, `kv` is as it was.
+    pub fn forward(
+        &mut self,
+        kv: &mut Kv,
+        ids: &[u32],
+        logits: Logits,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Vec<f32>, Error> {
+        assert_eq!(kv.shape(), &self.kv_shape(), "the KV is another model's");
+        let (rows, start) = (ids.len(), kv.len());
+        let c = self.config.clone();
+        self.embed(ids)?;
+        self.rope.grow(start + rows);
+        let blocks = kv.reserve(rows);
+        for i in 0..c.layers {
+            if cancelled() {
+                kv.truncate(start);
+                return Err(Error::Cancelled);
+            }
+            self.attention_block(i, &blocks, start, rows);
+            self.mlp_block(i, rows);
+        }
+        let out = match logits {
+            Logits::None => Vec::new(),
+            Logits::Last => self.logits(rows - 1, rows),
+            Logits::All => self.logits(0, rows),
+        };
+        kv.advance(rows);
+        Ok(out)
+    }
+
+    fn embed(&mut self, ids: &[u32]) -> Result<(), Error> {
+        let c = &self.config;
+        let embedding = self.source.raw(Name::Embedding, c.vocab, c.hidden).map_err(Error::Failed)?;
+        let bytes = embedding.kind.row_bytes(c.hidden);
+        let s = &mut self.scratch;
+        s.x.resize(ids.len() * c.hidden, 0.0);
+        s.delta.resize(ids.len() * c.hidden, 0.0);
+        s.qkv.resize(ids.len() * (c.heads + 2 * c.kv_heads) * c.head_dim, 0.0);
+        s.attended.resize(ids.len() * c.heads * c.head_dim, 0.0);
+        s.mlp.resize(ids.len() * 2 * c.intermediate, 0.0);
+        for (&id, x) in ids.iter().zip(s.x.chunks_exact_mut(c.hidden)) {
+            let id = id as usize;
+            if id >= c.vocab {
+                return Err(Error::Failed(format!("token id {id} is outside the vocabulary of {}", c.vocab)));
+            }
+            embedding.kind.dequantize(&embedding.bytes[id * bytes..(id + 1) * bytes], x);
+        }
+        Ok(())
+    }
+
+    /// `x += delta` (unless this is the first block), norm, quantise: the input of the next products.
+    fn normed(&mut self, weight: &[f32], with_delta: bool, first: usize, rows: usize) {
+        let (tier, hidden, eps) = (self.tier, self.config.hidden, self.config.rms_eps);
+        let s = &mut self.scratch;
+        s.rows.resize(rows, hidden, self.floats);
+        let (x, delta, to) = (Shared(s.x.as_mut_ptr()), Shared(s.delta.as_mut_ptr()), s.rows.view());
+        by_rows(&mut self.pool, rows - first, &|r| {
+            let r = first + r;
+            // SAFETY: each row is touched by one part.
+            let (x, delta) = unsafe { (x.slice(r * hidden, hidden), &*delta.slice(r * hidden, hidden)) };
+            let delta = with_delta.then_some(delta);
+            in_tier!(tier, norm_row(x: &mut [f32], delta: Option<&[f32]>, weight: &[f32], eps: f32, to: RowsMut, r: usize))
+        });
+    }
+
+    fn attention_block(&mut self, i: usize, blocks: &[*mut u8], start: usize, rows: usize) {
+        let weight = std::mem::take(&mut self.layers[i].attention_norm);
+        self.normed(&weight, i > 0, 0, rows);
+        self.layers[i].attention_norm = weight;
+
+        let (tier, c, shape) = (self.tier, self.config.clone(), self.kv_shape());
+        let dim = c.head_dim;
+        let (q, kv) = (c.heads * dim, c.kv_heads * dim);
+        let stride = q + 2 * kv;
+        let s = &mut self.scratch;
+        let layer = &self.layers[i];
+        let out = s.qkv.as_mut_ptr();
+        let product = |j: usize, offset: usize| Product {
+            weights: &layer.qkv[j],
+            bias: Some(&layer.qkv_bias[j]),
+            // SAFETY: within the first row.
+            out: unsafe { out.add(offset) },
+            stride,
+        };
+        products(&mut self.pool, tier, &[product(0, 0), product(1, q), product(2, q + kv)], &s.rows, 0, rows);
+
+        let qkv = Shared(out);
+        let rope = &self.rope;
+        let block_at = Shared(blocks.as_ptr().cast_mut());
+        by_rows(&mut self.pool, rows, &|r| {
+            // SAFETY: each row is touched by one part.
+            let (row, block) = unsafe { (qkv.slice(r * stride, stride), block_at.slice((start + r) / BLOCK, 1)[0]) };
+            let (cos, sin) = {
+                let at = (start + r) * rope.half;
+                (&rope.cos[at..at + rope.half], &rope.sin[at..at + rope.half])
+            };
+            let (shape, layer_index, heads, position) = (&shape, i, c.heads, start + r);
+            in_tier!(tier, position_row(shape: &KvShape, layer_index: usize, heads: usize, row: &mut [f32], cos: &[f32], sin: &[f32], block: *mut u8, position: usize));
+        });
+
+        let attention = Attention {
+            shape,
+            layer: i,
+            group: c.heads / c.kv_heads,
+            blocks,
+            start,
+            q: out,
+            q_stride: stride,
+            out: s.attended.as_mut_ptr(),
+            out_stride: q,
+        };
+        const TILE: usize = 8;
+        let tiles = rows.div_ceil(TILE);
+        self.pool.run(tiles * c.kv_heads, &|part| {
+            // The last rows see most: they begin first, so that no thread is left with them at the end.
+            let (tile, head) = (tiles - 1 - part / c.kv_heads, part % c.kv_heads);
+            let (attention, first, last) = (&attention, tile * TILE, (tile * TILE + TILE).min(rows));
+            in_tier!(tier, attend_rows(attention: &Attention, head: usize, first: usize, last: usize));
+        });
+
+        s.rows.resize(rows, q, self.floats);
+        let (attended, to) = (Shared(s.attended.as_mut_ptr()), s.rows.view());
+        by_rows(&mut self.pool, rows, &|r| {
+            // SAFETY: each row is touched by one part.
+            let x = unsafe { &*attended.slice(r * q, q) };
+            in_tier!(tier, quantize(x: &[f32], to: RowsMut, r: usize));
+        });
+        let product = Product { weights: &layer.output, bias: None, out: s.delta.as_mut_ptr(), stride: c.hidden };
+        products(&mut self.pool, tier, &[product], &s.rows, 0, rows);
+    }
+
+    fn mlp_block(&mut self, i: usize, rows: usize) {
+        let weight = std::mem::take(&mut self.layers[i].mlp_norm);
+        self.normed(&weight, true, 0, rows);
+        self.layers[i].mlp_norm = weight;
+
+        let (tier, n, hidden) = (self.tier, self.config.intermediate, self.config.hidden);
+        let s = &mut self.scratch;
+        let layer = &self.layers[i];
+        let out = s.mlp.as_mut_ptr();
+        let product = |j: usize| Product {
+            weights: &layer.gate_up[j],
+            bias: None,
+            // SAFETY: within the first row.
+            out: unsafe { out.add(j * n) },
+            stride: 2 * n,
+        };
+        products(&mut self.pool, tier, &[product(0), product(1)], &s.rows, 0, rows);
+
+        s.rows.resize(rows, n, self.floats);
+        let (mlp, to) = (Shared(out), s.rows.view());
+        by_rows(&mut self.pool, rows, &|r| {
+            // SAFETY: each row is touched by one part.
+            let (gate, up) = unsafe { mlp.slice(r * 2 * n, 2 * n) }.split_at_mut(n);
+            let up = &*up;
+            in_tier!(tier, swiglu_row(gate: &mut [f32], up: &[f32], to: RowsMut, r: usize));
+        });
+        let product = Product { weights: &layer.down, bias: None, out: s.delta.as_mut_ptr(), stride: hidden };
+        products(&mut self.pool, tier, &[product], &s.rows, 0, rows);
+    }
+
+    /// Logits of rows `first..last`: [last − first, vocab].
+    fn logits(&mut self, first: usize, last: usize) -> Vec<f32> {
+        let weight = std::mem::take(&mut self.norm);
+        self.normed(&weight, true, first, last);
+        self.norm = weight;
+        let vocab = self.config.vocab;
+        let mut out = vec![0f32; (last - first) * vocab];
+        // Rows of `x` before `first` have no place in `out`: the product starts at row `first`.
+        let product =
+            Product { weights: &self.head, bias: None, out: out.as_mut_ptr().wrapping_sub(first * vocab), stride: vocab };
+        products(&mut self.pool, self.tier, &[product], &self.scratch.rows, first, last);
+        out
+    }
+
+    /// Bytes of packed weights and scratch.
+    pub fn bytes(&self) -> usize {
+        let matrix = |m: &Packed| Packed::bytes(m.kind, m.n, m.k);
+        let layers: usize = self
+            .layers
+            .iter()
+            .map(|l| l.qkv.iter().chain(&l.gate_up).chain([&l.output, &l.down]).map(matrix).sum::<usize>())
+            .sum();
+        let s = &self.scratch;
+        let floats = s.x.len() + s.delta.len() + s.qkv.len() + s.attended.len() + s.mlp.len();
+        layers + matrix(&self.head) + 4 * floats + s.rows.bytes()
+    }
+}
+
+/// One part a few rows.
+fn by_rows(pool: &mut Pool, rows: usize, f: &(dyn Fn(usize) + Sync)) {
+    const UNIT: usize = 8;
+    pool.run(rows.div_ceil(UNIT), &|part| (part * UNIT..(part * UNIT + UNIT).min(rows)).for_each(f));
+}
+
+/// Several products of the same activations, as one job.
+fn products(pool: &mut Pool, tier: Tier, products: &[Product], x: &Rows, first: usize, last: usize) {
+    thread_local! {
+        static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    }
+    let total_panels: usize = products.iter().map(|p| p.weights.panels()).sum();
+    // Small enough that no thread waits long for the last part, large enough that a part is worth a step of the counter.
+    let unit = (total_panels / (pool.threads() * 8)).clamp(1, 8);
+    let parts = |p: &Product| p.weights.panels().div_ceil(unit);
+    let total: usize = products.iter().map(parts).sum();
+    pool.run(total, &|mut part| {
+        for product in products {
+            if part < parts(product) {
+                let (from, to) = (part * unit, ((part + 1) * unit).min(product.weights.panels()));
+                BUFFER.with_borrow_mut(|buffer| {
+                    let product = *product;
+                    in_tier!(tier, panels(product: Product, x: &Rows, first: usize, last: usize, from: usize, to: usize, buffer: &mut Vec<u8>));
+                });
+                return;
+            }
+            part -= parts(product);
+        }
+    });
+}
+
+/// Packing is byte shuffling that the compiler turns into the tier's vectors.
+fn pack_panel(tier: Tier, raw: &super::gguf::Raw, p: usize, out: &mut [u8]) {
+    #[inline(always)]
+    unsafe fn pack<S: Simd>(raw: &super::gguf::Raw, p: usize, out: &mut [u8]) {
+        packed::pack_panel(raw.kind, raw.bytes, raw.n, raw.k, p, out)
+    }
+    in_tier!(tier, pack(raw: &super::gguf::Raw, p: usize, out: &mut [u8]))
+}
+
+#[inline(always)]
+unsafe fn panels<S: Simd>(p: Product, x: &Rows, first: usize, last: usize, from: usize, to: usize, buffer: &mut Vec<u8>) {
+    unsafe { matmul::panels::<S>(p, x, first, last, from, to, buffer) }
+}
+
+#[inline(always)]
+unsafe fn norm_row<S: Simd>(x: &mut [f32], delta: Option<&[f32]>, weight: &[f32], eps: f32, to: RowsMut, r: usize) {
+    thread_local! {
+        static ROW: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    }
+    ROW.with_borrow_mut(|row| {
+        row.resize(x.len(), 0.0);
+        unsafe {
+            ops::rms_norm::<S>(x, delta, weight, eps, row);
+            matmul::quantize_row::<S>(row, to, r);
+        }
+    })
+}
+
+#[inline(always)]
+unsafe fn quantize<S: Simd>(x: &[f32], to: RowsMut, r: usize) {
+    unsafe { matmul::quantize_row::<S>(x, to, r) }
+}
+
+#[inline(always)]
+unsafe fn swiglu_row<S: Simd>(gate: &mut [f32], up: &[f32], to: RowsMut, r: usize) {
+    unsafe {
+        ops::swiglu::<S>(gate, up);
+        matmul::quantize_row::<S>(gate, to, r);
+    }
+}
+
+/// Rotates queries and keys of one position and stores its keys and values.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+unsafe fn position_row<S: Simd>(
+    shape: &KvShape,
+    layer: usize,
+    heads: usize,
+    row: &mut [f32],
+    cos: &[f32],
+    sin: &[f32],
+    block: *mut u8,
+    position: usize,
+) {
+    let dim = shape.head_dim;
+    let (q, kv) = (heads * dim, shape.kv_heads * dim);
+    unsafe {
+        row[..q + kv].chunks_exact_mut(dim).for_each(|head| ops::rope::<S>(head, cos, sin));
+        let (keys, values) = row[q..].split_at(kv);
+        for (h, (k, v)) in keys.chunks_exact(dim).zip(values.chunks_exact(dim)).enumerate() {
+            attention::store_position::<S>(shape, layer, h, block, position, k, v);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn attend_rows<S: Simd>(a: &Attention, kv_head: usize, first: usize, last: usize) {
+    unsafe { attention::attend::<S>(a, kv_head, first, last) }
+}

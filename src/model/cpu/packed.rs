@@ -1,0 +1,194 @@
+//! The one packed layout of a matrix, for prefill and decode alike.
+//!
+//! A matrix `[n, k]` (n outputs, k inputs, as GGUF stores it) becomes panels of 8 outputs. Within a panel the codes of a
+//! group of 32 inputs stand as 8 vectors of 32 bytes; byte `4c + i` of vector `j` belongs to output `c` and input
+//! `4j + i`, which is what `maddubs` + `madd` want. Codes stay as narrow as in the file: nibbles of vectors `2p` and
+//! `2p + 1` share a byte, and the bits above the nibble stand in planes. So decode reads as many bytes as the file has.
+//!
+//! | type | a group of 32 inputs × 8 outputs | a block of 256 has in front | bits a weight |
+//! |---|---|---|---:|
+//! | Q4_0 | 128 B nibbles, 8 × f16 scale | | 4.5 |
+//! | Q5_0 | 128 B nibbles, 32 B fifth bits, 8 × f16 scale | | 5.5 |
+//! | Q8_0 | 256 B, 8 × f16 scale | | 8.5 |
+//! | Q4_K | 128 B nibbles, 8 × u8 scale, 8 × u8 minimum | 8 × f16 d, 8 × f16 dmin | 4.63 |
+//! | Q5_K | 128 B nibbles, 32 B fifth bits, scales and minima | the same | 5.63 |
+//! | Q6_K | 128 B nibbles, 64 B upper bits, 8 × 2 × i8 scale | 8 × f16 d | 6.56 |
+//! | floats | 8 values an input | | as stored |
+
+use memmap2::MmapMut;
+
+use super::super::weight::{WeightType, scale_min};
+
+/// Outputs of a panel.
+pub(crate) const PANEL: usize = 8;
+/// Inputs of a group: one activation scale each.
+pub(crate) const GROUP: usize = 32;
+
+/// A matrix `[n, k]` in the packed layout.
+pub(crate) struct Packed {
+    pub kind: WeightType,
+    pub n: usize,
+    pub k: usize,
+    data: MmapMut,
+}
+
+/// Bytes of one group of a panel.
+pub(crate) const fn group_bytes(kind: WeightType) -> usize {
+    match kind {
+        WeightType::Q4_0 | WeightType::Q4K => 128 + 16,
+        WeightType::Q5_0 | WeightType::Q5K => 128 + 32 + 16,
+        WeightType::Q8_0 => 256 + 16,
+        WeightType::Q6K => 128 + 64 + 16,
+        WeightType::F32 => GROUP * PANEL * 4,
+        WeightType::F16 | WeightType::BF16 => GROUP * PANEL * 2,
+    }
+}
+
+/// Bytes in front of the 8 groups of a block of 256.
+pub(crate) const fn header_bytes(kind: WeightType) -> usize {
+    match kind {
+        WeightType::Q4K | WeightType::Q5K => 32,
+        WeightType::Q6K => 16,
+        _ => 0,
+    }
+}
+
+/// Bytes of a panel of `k` inputs.
+pub(crate) const fn panel_bytes(kind: WeightType, k: usize) -> usize {
+    if kind.block_len() == 1 {
+        k * PANEL * kind.block_bytes()
+    } else {
+        k / GROUP * group_bytes(kind) + k / 256 * header_bytes(kind)
+    }
+}
+
+impl Packed {
+    /// Bytes that the packed form of `[n, k]` takes.
+    pub fn bytes(kind: WeightType, n: usize, k: usize) -> usize {
+        n.div_ceil(PANEL) * panel_bytes(kind, k)
+    }
+
+    /// An empty matrix, to be filled panel by panel with [`pack_panel`].
+    pub fn empty(kind: WeightType, n: usize, k: usize) -> std::io::Result<Self> {
+        let data = MmapMut::map_anon(Self::bytes(kind, n, k).max(1))?;
+        // Large pages make the first touch and the streaming of decode cheaper; a kernel without them says no, and
+        // nothing is lost.
+        #[cfg(target_os = "linux")]
+        let _ = data.advise(memmap2::Advice::HugePage);
+        Ok(Packed { kind, n, k, data })
+    }
+
+    pub fn panels(&self) -> usize {
+        self.n.div_ceil(PANEL)
+    }
+
+    pub fn panel_bytes(&self) -> usize {
+        panel_bytes(self.kind, self.k)
+    }
+
+    pub fn panel(&self, p: usize) -> &[u8] {
+        let bytes = self.panel_bytes();
+        &self.data[p * bytes..(p + 1) * bytes]
+    }
+
+    /// The address of the panels, for threads that fill different ones.
+    pub fn base(&mut self) -> *mut u8 {
+        self.data.as_mut_ptr()
+    }
+}
+
+/// Packs the outputs `8p..8p + 8` of `raw` (`[n]` rows of `kind.row_bytes(k)`) into `out`. Outputs past `n` are zero.
+#[inline(always)]
+pub(crate) fn pack_panel(kind: WeightType, raw: &[u8], n: usize, k: usize, p: usize, out: &mut [u8]) {
+    let row_bytes = kind.row_bytes(k);
+    let row = |c: usize| {
+        let r = p * PANEL + c;
+        (r < n).then(|| &raw[r * row_bytes..(r + 1) * row_bytes])
+    };
+    if kind.is_float() {
+        let width = kind.block_bytes();
+        for c in 0..PANEL {
+            let Some(row) = row(c) else { continue };
+            for (i, x) in row.chunks_exact(width).enumerate() {
+                out[(i * PANEL + c) * width..][..width].copy_from_slice(x);
+            }
+        }
+        return;
+    }
+    let (block_len, block_bytes) = (kind.block_len(), kind.block_bytes());
+    let groups = block_len / GROUP;
+    let mut at = 0;
+    for b in 0..k / block_len {
+        let block = |c: usize| row(c).map(|row| &row[b * block_bytes..(b + 1) * block_bytes]);
+        for c in 0..PANEL {
+            let Some(block) = block(c) else { continue };
+            match kind {
+                WeightType::Q4K | WeightType::Q5K => {
+                    out[at + 2 * c..][..2].copy_from_slice(&block[..2]);
+                    out[at + 16 + 2 * c..][..2].copy_from_slice(&block[2..4]);
+                }
+                WeightType::Q6K => out[at + 2 * c..][..2].copy_from_slice(&block[208..210]),
+                _ => {}
+            }
+        }
+        at += header_bytes(kind);
+        for g in 0..groups {
+            // vectors[j][4c + i] = the code of output c, input 4j + i.
+            let mut vectors = [[0u8; 32]; 8];
+            let out = &mut out[at..at + group_bytes(kind)];
+            let scales = out.len() - 16;
+            for c in 0..PANEL {
+                let Some(block) = block(c) else { continue };
+                let mut codes = [0; 32];
+                kind.codes(block, g, &mut codes);
+                for j in 0..8 {
+                    vectors[j][4 * c..4 * c + 4].copy_from_slice(&codes[4 * j..4 * j + 4]);
+                }
+                match kind {
+                    WeightType::Q4K | WeightType::Q5K => {
+                        let (scale, min) = scale_min(&block[4..16], g);
+                        out[scales + c] = scale;
+                        out[scales + 8 + c] = min;
+                    }
+                    WeightType::Q6K => out[scales + 2 * c..][..2].copy_from_slice(&block[192 + 2 * g..][..2]),
+                    _ => out[scales + 2 * c..][..2].copy_from_slice(&block[..2]),
+                }
+            }
+            if kind == WeightType::Q8_0 {
+                for j in 0..8 {
+                    out[32 * j..32 * j + 32].copy_from_slice(&vectors[j]);
+                }
+            } else {
+                for p in 0..4 {
+                    for i in 0..32 {
+                        out[32 * p + i] = vectors[2 * p][i] & 15 | vectors[2 * p + 1][i] << 4;
+                    }
+                }
+                match kind {
+                    WeightType::Q5_0 | WeightType::Q5K => {
+                        for i in 0..32 {
+                            let mut plane = 0;
+                            for (j, vector) in vectors.iter().enumerate() {
+                                plane |= (vector[i] >> 4 & 1) << j;
+                            }
+                            out[128 + i] = plane;
+                        }
+                    }
+                    WeightType::Q6K => {
+                        for h in 0..2 {
+                            for i in 0..32 {
+                                let mut plane = 0;
+                                for j in 0..4 {
+                                    plane |= (vectors[4 * h + j][i] >> 4 & 3) << (2 * j);
+                                }
+                                out[128 + 32 * h + i] = plane;
+                            }
+                        }
+                    }
+                    _ => {}
+                }
+            }
+            at += group_bytes(kind);
+        }
+    }
+}
