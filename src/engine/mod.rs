@@ -1,6 +1,21 @@
 //! The thread that owns the model: prefill, decode, sampling, prefix cache. Token ids → token ids; it knows
 //! constraints only as a [`Mask`].
 
+mod prefix;
+mod sampler;
+
+use std::sync::mpsc;
+use std::time::Instant;
+
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio_util::sync::CancellationToken;
+
+pub use self::prefix::CacheStats;
+use self::prefix::PrefixCache;
+use self::sampler::Sampler;
+use crate::message::{FinishReason, Sampling, Usage};
+use crate::model::{Error as ModelError, Kv, Logits, Model};
+
 /// What a constraint says after a token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
@@ -9,9 +24,7 @@ pub enum Verdict {
     Stop,
     /// Forget the generated tokens from index `keep` on (0 = all of them), in the KV cache too, and go on from there.
     /// The mask has already put its own state back.
-    Rewind {
-        keep: usize,
-    },
+    Rewind { keep: usize },
 }
 
 /// A constraint on the output. The engine calls, in a loop: `forced` → (if empty) `allow` → sample → `accept`.
@@ -27,5 +40,348 @@ pub trait Mask: Send {
     /// Whether the next token is inside a structure (a call), where no repetition penalty applies.
     fn structured(&self) -> bool {
         false
+    }
+}
+
+/// Everything is allowed.
+pub struct Unmasked;
+
+impl Mask for Unmasked {
+    fn forced(&mut self) -> Vec<u32> {
+        Vec::new()
+    }
+    fn allow(&mut self, _: &mut [f32]) -> Result<(), String> {
+        Ok(())
+    }
+    fn accept(&mut self, _: u32) -> Result<Verdict, String> {
+        Ok(Verdict::Continue)
+    }
+}
+
+pub struct Request {
+    /// At least one.
+    pub prompt: Vec<u32>,
+    /// How many leading ids of the prompt are kept in the cache as long as the budget allows (system prompt and tools).
+    pub pinned: usize,
+    pub mask: Box<dyn Mask>,
+    pub sampling: Sampling,
+    /// End the output; not part of it.
+    pub stop_ids: Vec<u32>,
+    pub max_output_tokens: usize,
+    pub cancel: CancellationToken,
+}
+
+#[derive(Debug)]
+pub enum Event {
+    /// Prompt tokens evaluated, of those that were not cached.
+    Prefill { done: usize, total: usize },
+    Token { id: u32, forced: bool },
+    /// The tokens from index `keep` on are taken back.
+    Rewind { keep: usize },
+    /// Always the last.
+    Finished(Report),
+    /// Always the last.
+    Failed(Failure),
+}
+
+#[derive(Clone, Debug)]
+pub struct Report {
+    pub ids: Vec<u32>,
+    pub finish: FinishReason,
+    pub usage: Usage,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// Refused before any work.
+    Overflow { prompt_tokens: usize, reserved_tokens: usize, context_tokens: usize },
+    Failed(String),
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Of prompt and output together.
+    pub context_tokens: usize,
+    /// Bytes that the prefix cache may hold.
+    pub cache_bytes: usize,
+}
+
+/// Rows of one forward pass of a prefill: progress is reported, and a cancelled one given up, no less often.
+pub const CHUNK: usize = 256;
+
+/// The way to the engine's thread. Requests run one after another.
+pub struct Engine {
+    jobs: mpsc::Sender<Job>,
+    settings: Settings,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+enum Job {
+    Run(Request, UnboundedSender<Event>),
+    Stats(mpsc::Sender<CacheStats>),
+}
+
+impl Engine {
+    /// Takes the model to a thread of its own.
+    pub fn start(model: Model, settings: Settings) -> Self {
+        let (jobs, queue) = mpsc::channel();
+        let thread = std::thread::Builder::new()
+            .name("cob-engine".into())
+            .spawn(move || Worker { model, cache: PrefixCache::new(settings.cache_bytes), settings, broken: None }.serve(queue))
+            .expect("a thread can be started");
+        Engine { jobs, settings, thread: Some(thread) }
+    }
+
+    pub fn settings(&self) -> Settings {
+        self.settings
+    }
+
+    /// Queues a request. Its events end with `Finished` or `Failed`.
+    pub fn submit(&self, request: Request) -> UnboundedReceiver<Event> {
+        let (events, receiver) = unbounded_channel();
+        if self.jobs.send(Job::Run(request, events.clone())).is_err() {
+            let _ = events.send(Event::Failed(Failure::Failed("the engine's thread has ended".into())));
+        }
+        receiver
+    }
+
+    /// Waits for the requests before it.
+    pub fn cache_stats(&self) -> CacheStats {
+        let (reply, stats) = mpsc::channel();
+        let _ = self.jobs.send(Job::Stats(reply));
+        stats.recv().unwrap_or_default()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // Closing the channel ends the thread, after the request that it is at.
+        (self.jobs, _) = mpsc::channel();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Worker {
+    model: Model,
+    cache: PrefixCache,
+    settings: Settings,
+    /// Why no further request can be served.
+    broken: Option<String>,
+}
+
+impl Worker {
+    fn serve(mut self, queue: mpsc::Receiver<Job>) {
+        for job in queue {
+            match job {
+                Job::Run(request, events) => {
+                    let run = std::panic::AssertUnwindSafe(|| self.run(request, &events));
+                    let last = match std::panic::catch_unwind(run) {
+                        Ok(Ok(report)) => Event::Finished(report),
+                        Ok(Err(failure)) => Event::Failed(failure),
+                        Err(panic) => {
+                            let why = panic_text(&panic);
+                            let why = format!("the engine panicked ({why}); start cob again, and please report this");
+                            self.broken = Some(why.clone());
+                            Event::Failed(Failure::Failed(why))
+                        }
+                    };
+                    let _ = events.send(last);
+                }
+                Job::Stats(reply) => {
+                    let _ = reply.send(self.cache.stats());
+                }
+            }
+        }
+    }
+
+    fn run(&mut self, request: Request, events: &UnboundedSender<Event>) -> Result<Report, Failure> {
+        if let Some(why) = &self.broken {
+            return Err(Failure::Failed(why.clone()));
+        }
+        let (prompt_tokens, reserved_tokens) = (request.prompt.len(), request.max_output_tokens);
+        let context_tokens = self.settings.context_tokens;
+        if prompt_tokens == 0 {
+            return Err(Failure::Failed("the prompt is empty".into()));
+        }
+        if prompt_tokens + reserved_tokens > context_tokens {
+            return Err(Failure::Overflow { prompt_tokens, reserved_tokens, context_tokens });
+        }
+        let start = Instant::now();
+        let mut run = Run {
+            kv: self.cache.lookup(&request.prompt, prompt_tokens - 1).unwrap_or_else(|| self.model.new_kv()),
+            sampler: Sampler::new(request.sampling, &request.prompt),
+            output: Vec::new(),
+            logits: Vec::new(),
+            usage: Usage { prompt_tokens, ..Usage::default() },
+            request,
+            events,
+        };
+        run.usage.cached_tokens = run.kv.len();
+        let result = match run.prefill(&mut self.model, &mut self.cache) {
+            Ok(true) => {
+                run.usage.prefill_ms = ms(start);
+                let decode = Instant::now();
+                let result = run.decode(&mut self.model);
+                run.usage.decode_ms = ms(decode);
+                result
+            }
+            Ok(false) => {
+                run.usage.prefill_ms = ms(start);
+                Ok(FinishReason::Cancelled)
+            }
+            Err(why) => Err(why),
+        };
+        run.usage.kv_bytes = run.usage.kv_bytes.max(run.kv.bytes() as u64);
+        // What was computed is worth keeping, whatever ended the run.
+        let held: Vec<u32> = run.request.prompt.iter().chain(&run.output).copied().take(run.kv.len()).collect();
+        self.cache.insert(&held, &run.kv, false);
+        let finish = result.map_err(Failure::Failed)?;
+        run.usage.total_ms = ms(start);
+        Ok(Report { ids: run.output, finish, usage: run.usage })
+    }
+}
+
+fn ms(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64() * 1e3
+}
+
+fn panic_text(panic: &Box<dyn std::any::Any + Send>) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+    text.unwrap_or("no message").to_owned()
+}
+
+/// One request on its way. The tokens are `prompt` then `output`; the KV holds a prefix of them.
+struct Run<'a> {
+    request: Request,
+    events: &'a UnboundedSender<Event>,
+    kv: Kv,
+    sampler: Sampler,
+    output: Vec<u32>,
+    /// Of the position after the KV's last; empty when they are not known.
+    logits: Vec<f32>,
+    usage: Usage,
+}
+
+impl Run<'_> {
+    /// Evaluates the prompt; `false` when cancelled.
+    fn prefill(&mut self, model: &mut Model, cache: &mut PrefixCache) -> Result<bool, String> {
+        let total = self.request.prompt.len() - self.kv.len();
+        let mut done = 0;
+        self.send(Event::Prefill { done, total });
+        while self.kv.len() < self.request.prompt.len() {
+            let at = self.kv.len();
+            let mut end = self.request.prompt.len().min(at + CHUNK);
+            // A chunk ends where the pinned prefix does, so that exactly this can be kept.
+            if at < self.request.pinned && self.request.pinned < end {
+                end = self.request.pinned;
+            }
+            let logits = if end == self.request.prompt.len() { Logits::Last } else { Logits::None };
+            let cancel = self.request.cancel.clone();
+            match model.forward(&mut self.kv, &self.request.prompt[at..end], logits, &|| cancel.is_cancelled()) {
+                Ok(logits) => self.logits = logits,
+                Err(ModelError::Cancelled) => return Ok(false),
+                Err(ModelError::Failed(why)) => return Err(why),
+            }
+            done += end - at;
+            self.usage.prefilled_tokens = done;
+            if end == self.request.pinned {
+                cache.insert(&self.request.prompt[..end], &self.kv, true);
+            }
+            self.send(Event::Prefill { done, total });
+        }
+        Ok(true)
+    }
+
+    fn decode(&mut self, model: &mut Model) -> Result<FinishReason, String> {
+        loop {
+            if self.request.cancel.is_cancelled() {
+                return Ok(FinishReason::Cancelled);
+            }
+            if self.output.len() >= self.request.max_output_tokens {
+                return Ok(FinishReason::Length);
+            }
+            let forced = self.request.mask.forced();
+            if !forced.is_empty() {
+                if self.push_forced(forced)? == Verdict::Stop {
+                    return Ok(FinishReason::Stop);
+                }
+                continue;
+            }
+            if !self.evaluate(model)? {
+                return Ok(FinishReason::Cancelled);
+            }
+            self.request.mask.allow(&mut self.logits)?;
+            let penalty = !self.request.mask.structured();
+            let id = self.sampler.sample(&mut self.logits, penalty).ok_or("no token is allowed here")?;
+            if self.request.stop_ids.contains(&id) {
+                return Ok(FinishReason::Stop);
+            }
+            self.usage.sampled_tokens += 1;
+            if self.push(id, false)? == Verdict::Stop {
+                return Ok(FinishReason::Stop);
+            }
+        }
+    }
+
+    /// Takes forced tokens into the output as far as the limit allows; they are evaluated with the next batch.
+    fn push_forced(&mut self, forced: Vec<u32>) -> Result<Verdict, String> {
+        for id in forced {
+            if self.output.len() >= self.request.max_output_tokens {
+                break;
+            }
+            self.usage.forced_tokens += 1;
+            match self.push(id, true)? {
+                Verdict::Continue => {}
+                other => return Ok(other),
+            }
+        }
+        Ok(Verdict::Continue)
+    }
+
+    fn push(&mut self, id: u32, forced: bool) -> Result<Verdict, String> {
+        self.output.push(id);
+        self.logits.clear();
+        self.sampler.note(id);
+        self.send(Event::Token { id, forced });
+        let verdict = self.request.mask.accept(id)?;
+        if let Verdict::Rewind { keep } = verdict {
+            if keep > self.output.len() {
+                return Err(format!("the mask wants to keep {keep} of {} tokens", self.output.len()));
+            }
+            self.output.truncate(keep);
+            self.kv.truncate(self.request.prompt.len() + keep);
+            self.send(Event::Rewind { keep });
+        }
+        Ok(verdict)
+    }
+
+    /// Brings the KV up to the output and the logits with it; `false` when cancelled. All tokens that are missing (a
+    /// sampled one, and those forced after it) go in one batch.
+    fn evaluate(&mut self, model: &mut Model) -> Result<bool, String> {
+        if !self.logits.is_empty() {
+            return Ok(true);
+        }
+        let total = self.request.prompt.len() + self.output.len();
+        // After a rewind the KV may already hold everything; the last token is then evaluated again for its logits.
+        self.kv.truncate(total - 1);
+        let at = self.kv.len();
+        let missing: Vec<u32> = self.request.prompt.iter().chain(&self.output).copied().skip(at).collect();
+        let cancel = self.request.cancel.clone();
+        for chunk in missing.chunks(CHUNK) {
+            match model.forward(&mut self.kv, chunk, Logits::Last, &|| cancel.is_cancelled()) {
+                Ok(logits) => self.logits = logits,
+                Err(ModelError::Cancelled) => return Ok(false),
+                Err(ModelError::Failed(why)) => return Err(why),
+            }
+        }
+        self.usage.kv_bytes = self.usage.kv_bytes.max(self.kv.bytes() as u64);
+        Ok(true)
+    }
+
+    fn send(&self, event: Event) {
+        // No one listens any more: the run goes on to its end or its cancellation all the same.
+        let _ = self.events.send(event);
     }
 }

@@ -8,6 +8,8 @@
 
 use std::sync::Arc;
 
+use candle_core::Tensor;
+
 /// Positions of a block.
 pub const BLOCK: usize = 64;
 
@@ -84,17 +86,24 @@ impl Block {
 pub struct Kv {
     shape: KvShape,
     len: usize,
-    blocks: Vec<Arc<Block>>,
+    store: Store,
+}
+
+#[derive(Clone)]
+enum Store {
+    /// The CPU's.
+    Blocks(Vec<Arc<Block>>),
+    /// A device's: for each layer K and V as `[kv_heads, len, head_dim]`. Tensors are immutable, so a clone shares them.
+    Tensors(Vec<(Tensor, Tensor)>),
 }
 
 impl Kv {
-    pub fn new(shape: KvShape) -> Self {
-        Kv { shape, len: 0, blocks: Vec::new() }
+    pub(crate) fn blocks(shape: KvShape) -> Self {
+        Kv { shape, len: 0, store: Store::Blocks(Vec::new()) }
     }
 
-    /// A sequence over the first `len` positions of `blocks`.
-    pub fn from_blocks(shape: KvShape, blocks: &[Arc<Block>], len: usize) -> Self {
-        Kv { shape, len, blocks: blocks[..len.div_ceil(BLOCK)].to_vec() }
+    pub(crate) fn tensors(shape: KvShape) -> Self {
+        Kv { shape, len: 0, store: Store::Tensors(Vec::new()) }
     }
 
     pub fn shape(&self) -> &KvShape {
@@ -110,40 +119,80 @@ impl Kv {
         self.len == 0
     }
 
-    pub fn blocks(&self) -> &[Arc<Block>] {
-        &self.blocks
+    /// Identity and bytes of every part of the storage: forks share parts.
+    pub fn parts(&self) -> Vec<(usize, usize)> {
+        match &self.store {
+            Store::Blocks(blocks) => blocks.iter().map(|b| (Arc::as_ptr(b) as usize, b.bytes())).collect(),
+            Store::Tensors(layers) => layers
+                .iter()
+                .flat_map(|(k, v)| [k, v])
+                .map(|t| {
+                    let storage = t.storage_and_layout().0;
+                    (std::ptr::from_ref(&*storage) as usize, t.elem_count() * t.dtype().size_in_bytes())
+                })
+                .collect(),
+        }
     }
 
-    /// Bytes of the blocks, shared ones counted in full.
+    /// Bytes of the storage, shared parts counted in full.
     pub fn bytes(&self) -> usize {
-        self.blocks.len() * self.shape.block_bytes()
+        self.parts().iter().map(|&(_, bytes)| bytes).sum()
     }
 
     /// Forgets the positions from `len` on.
     pub fn truncate(&mut self, len: usize) {
-        self.len = self.len.min(len);
-        self.blocks.truncate(self.len.div_ceil(BLOCK));
+        if len >= self.len {
+            return;
+        }
+        self.len = len;
+        match &mut self.store {
+            Store::Blocks(blocks) => blocks.truncate(len.div_ceil(BLOCK)),
+            Store::Tensors(layers) if len == 0 => layers.clear(),
+            Store::Tensors(layers) => {
+                for (k, v) in layers {
+                    for t in [k, v] {
+                        *t = t.narrow(1, 0, len).expect("a prefix of a tensor can be taken");
+                    }
+                }
+            }
+        }
     }
 
     /// Makes room for `n` more positions that this sequence alone can write, and returns the addresses of all blocks.
     /// The length changes with [`Kv::advance`], once the positions are written.
     pub(crate) fn reserve(&mut self, n: usize) -> Vec<*mut u8> {
-        let blocks = (self.len + n).div_ceil(BLOCK);
-        while self.blocks.len() < blocks {
-            self.blocks.push(Arc::new(Block::zeroed(&self.shape)));
+        let Store::Blocks(blocks) = &mut self.store else { panic!("this KV lives on a device") };
+        let count = (self.len + n).div_ceil(BLOCK);
+        while blocks.len() < count {
+            blocks.push(Arc::new(Block::zeroed(&self.shape)));
         }
         let first = self.len / BLOCK;
-        self.blocks
-            .iter_mut()
-            .enumerate()
-            .map(|(i, block)| {
-                if i >= first { Arc::make_mut(block).0.as_mut_ptr().cast::<u8>() } else { block.as_ptr().cast_mut() }
-            })
-            .collect()
+        let address = |(i, block): (usize, &mut Arc<Block>)| {
+            if i >= first { Arc::make_mut(block).0.as_mut_ptr().cast::<u8>() } else { block.as_ptr().cast_mut() }
+        };
+        blocks.iter_mut().enumerate().map(address).collect()
     }
 
     pub(crate) fn advance(&mut self, n: usize) {
         self.len += n;
-        debug_assert!(self.len <= self.blocks.len() * BLOCK);
+    }
+
+    /// Appends to the tensors of a layer, `[kv_heads, n, head_dim]` each, and returns all of it.
+    pub(crate) fn append(&mut self, layer: usize, k: Tensor, v: Tensor) -> candle_core::Result<(Tensor, Tensor)> {
+        let Store::Tensors(layers) = &mut self.store else { panic!("this KV lives on the CPU") };
+        let joined = match layers.get(layer) {
+            Some((old_k, old_v)) => (Tensor::cat(&[old_k, &k], 1)?, Tensor::cat(&[old_v, &v], 1)?),
+            None => (k, v),
+        };
+        match layers.get_mut(layer) {
+            Some(slot) => *slot = joined.clone(),
+            None => layers.push(joined.clone()),
+        }
+        Ok(joined)
+    }
+
+    /// Puts back a layer list of before a pass that was given up.
+    pub(crate) fn restore(&mut self, before: Kv) {
+        *self = before;
     }
 }

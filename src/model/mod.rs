@@ -2,6 +2,7 @@
 
 pub mod config;
 mod cpu;
+mod device;
 pub mod gguf;
 pub mod kv;
 mod source;
@@ -15,6 +16,8 @@ pub use self::kv::{Kv, KvType};
 pub use self::source::Source;
 
 use self::cpu::CpuModel;
+use self::device::DeviceModel;
+use self::kv::KvShape;
 
 /// Which rows' logits a forward pass computes; the output head is a third of a small model's weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,32 +33,95 @@ pub enum Error {
     Failed(String),
 }
 
+/// Where a model computes.
+#[derive(Clone, Debug)]
+pub enum Backend {
+    /// Our own kernels.
+    Cpu { tier: Tier, threads: usize },
+    /// candle's tensors on a device. `exact`: with all weights dequantised to f32, the oracle of everything else.
+    Candle { device: candle_core::Device, exact: bool },
+}
+
+impl Backend {
+    /// The CPU with all its cores.
+    pub fn cpu() -> Self {
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+        Backend::Cpu { tier: Tier::detect(), threads }
+    }
+
+    /// What a session records: equal names give equal bits on the CPU.
+    pub fn name(&self) -> String {
+        match self {
+            Backend::Cpu { tier, .. } => tier.name().into(),
+            Backend::Candle { device, exact } => {
+                let device = match device.location() {
+                    candle_core::DeviceLocation::Cpu => "candle-cpu",
+                    candle_core::DeviceLocation::Cuda { .. } => "cuda",
+                    candle_core::DeviceLocation::Metal { .. } => "metal",
+                };
+                format!("{device}{}", if *exact { "-exact" } else { "" })
+            }
+        }
+    }
+}
+
 /// A loaded model.
 pub struct Model {
     config: Config,
-    cpu: CpuModel,
+    backend: Backend,
+    weights: Weights,
+}
+
+enum Weights {
+    Cpu(Box<CpuModel>),
+    Device(Box<DeviceModel>),
 }
 
 impl Model {
-    pub fn open(path: &Path, threads: usize, kv_type: KvType, tier: Tier) -> Result<Self, String> {
-        let source = Source::open(path)?;
+    /// Loads a GGUF file or a folder of safetensors, and packs or uploads all weights: the memory of the file, once.
+    pub fn open(path: &Path, backend: Backend, kv_type: KvType) -> Result<Self, String> {
+        Self::load(Source::open(path)?, backend, kv_type)
+    }
+
+    pub fn load(source: Source, backend: Backend, kv_type: KvType) -> Result<Self, String> {
         let config = source.config()?;
-        let cpu = CpuModel::load(source, config.clone(), tier, threads, kv_type)?;
-        Ok(Model { config, cpu })
+        let weights = match &backend {
+            Backend::Cpu { tier, threads } => {
+                Weights::Cpu(Box::new(CpuModel::load(source, config.clone(), *tier, *threads, kv_type)?))
+            }
+            Backend::Candle { device, exact } => {
+                Weights::Device(Box::new(DeviceModel::load(source, config.clone(), device.clone(), kv_type, *exact)?))
+            }
+        };
+        Ok(Model { config, backend, weights })
     }
 
     pub fn config(&self) -> &Config {
         &self.config
     }
 
+    pub fn backend(&self) -> &Backend {
+        &self.backend
+    }
+
+    pub fn kv_shape(&self) -> KvShape {
+        match &self.weights {
+            Weights::Cpu(model) => model.kv_shape(),
+            Weights::Device(model) => model.kv_shape(),
+        }
+    }
+
+    /// An empty sequence.
     pub fn new_kv(&self) -> Kv {
-        Kv::new(self.cpu.kv_shape())
+        match &self.weights {
+            Weights::Cpu(model) => Kv::blocks(model.kv_shape()),
+            Weights::Device(model) => Kv::tensors(model.kv_shape()),
+        }
     }
 
-    pub fn bytes(&self) -> usize {
-        self.cpu.bytes()
-    }
-
+    /// Evaluates `ids` (at least one) at the positions after `kv`, appends their keys and values, and returns the logits
+    /// that were asked for, row after row. Costs time in proportion to `ids`, and the output head for each row of
+    /// logits. `cancelled` is asked between layers; after an error `kv` is as it was.
     pub fn forward(
         &mut self,
         kv: &mut Kv,
@@ -63,6 +129,12 @@ impl Model {
         logits: Logits,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<Vec<f32>, Error> {
-        self.cpu.forward(kv, ids, logits, cancelled)
+        if ids.is_empty() {
+            return Err(Error::Failed("there is no token to evaluate".into()));
+        }
+        match &mut self.weights {
+            Weights::Cpu(model) => model.forward(kv, ids, logits, cancelled),
+            Weights::Device(model) => model.forward(kv, ids, logits, cancelled),
+        }
     }
 }

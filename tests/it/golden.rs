@@ -1,6 +1,6 @@
 //! The forward pass against the golden log-probabilities of llama.cpp (`tests/data/README.md`).
 
-use cob::model::{Error, KvType, Logits, Model, Tier};
+use cob::model::{Backend, Error, KvType, Logits, Model};
 
 use crate::real::{CODER_05B, CODER_15B, model_file};
 
@@ -44,7 +44,7 @@ fn compare(golden: &str, mut forward: impl FnMut(&[u32], &[u32]) -> Vec<Vec<f32>
 
 fn check(id: &str, golden: &str, kv: KvType) {
     let Some(path) = model_file(id) else { return };
-    let mut model = Model::open(&path, 2, kv, Tier::detect()).unwrap();
+    let mut model = Model::open(&path, Backend::cpu(), kv).unwrap();
     let agreement = compare(golden, |prompt, rest| {
         let mut kv = model.new_kv();
         let vocab = model.config().vocab;
@@ -73,7 +73,7 @@ fn the_default_file_agrees_with_llama_cpp() {
 #[test]
 fn a_cancelled_pass_leaves_the_kv_as_it_was() {
     let Some(path) = model_file(CODER_05B) else { return };
-    let mut model = Model::open(&path, 2, KvType::F16, Tier::detect()).unwrap();
+    let mut model = Model::open(&path, Backend::cpu(), KvType::F16).unwrap();
     let mut kv = model.new_kv();
     let before = model.forward(&mut kv, &[1, 2, 3], Logits::Last, &|| false).unwrap();
     let calls = std::cell::Cell::new(0);

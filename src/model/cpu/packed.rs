@@ -100,6 +100,22 @@ impl Packed {
 /// Packs the outputs `8p..8p + 8` of `raw` (`[n]` rows of `kind.row_bytes(k)`) into `out`. Outputs past `n` are zero.
 #[inline(always)]
 pub(crate) fn pack_panel(kind: WeightType, raw: &[u8], n: usize, k: usize, p: usize, out: &mut [u8]) {
+    // The type is a constant in each arm, so that its byte shuffling is compiled to vectors.
+    match kind {
+        WeightType::F32 => pack(WeightType::F32, raw, n, k, p, out),
+        WeightType::F16 => pack(WeightType::F16, raw, n, k, p, out),
+        WeightType::BF16 => pack(WeightType::BF16, raw, n, k, p, out),
+        WeightType::Q4_0 => pack(WeightType::Q4_0, raw, n, k, p, out),
+        WeightType::Q5_0 => pack(WeightType::Q5_0, raw, n, k, p, out),
+        WeightType::Q8_0 => pack(WeightType::Q8_0, raw, n, k, p, out),
+        WeightType::Q4K => pack(WeightType::Q4K, raw, n, k, p, out),
+        WeightType::Q5K => pack(WeightType::Q5K, raw, n, k, p, out),
+        WeightType::Q6K => pack(WeightType::Q6K, raw, n, k, p, out),
+    }
+}
+
+#[inline(always)]
+fn pack(kind: WeightType, raw: &[u8], n: usize, k: usize, p: usize, out: &mut [u8]) {
     let row_bytes = kind.row_bytes(k);
     let row = |c: usize| {
         let r = p * PANEL + c;
@@ -116,12 +132,12 @@ pub(crate) fn pack_panel(kind: WeightType, raw: &[u8], n: usize, k: usize, p: us
         return;
     }
     let (block_len, block_bytes) = (kind.block_len(), kind.block_bytes());
-    let groups = block_len / GROUP;
+    let zeros = [0u8; 256];
     let mut at = 0;
     for b in 0..k / block_len {
-        let block = |c: usize| row(c).map(|row| &row[b * block_bytes..(b + 1) * block_bytes]);
-        for c in 0..PANEL {
-            let Some(block) = block(c) else { continue };
+        let blocks: [&[u8]; PANEL] =
+            std::array::from_fn(|c| row(c).map_or(&zeros[..block_bytes], |row| &row[b * block_bytes..(b + 1) * block_bytes]));
+        for (c, block) in blocks.iter().enumerate() {
             match kind {
                 WeightType::Q4K | WeightType::Q5K => {
                     out[at + 2 * c..][..2].copy_from_slice(&block[..2]);
@@ -132,63 +148,51 @@ pub(crate) fn pack_panel(kind: WeightType, raw: &[u8], n: usize, k: usize, p: us
             }
         }
         at += header_bytes(kind);
-        for g in 0..groups {
-            // vectors[j][4c + i] = the code of output c, input 4j + i.
-            let mut vectors = [[0u8; 32]; 8];
+        for g in 0..block_len / GROUP {
             let out = &mut out[at..at + group_bytes(kind)];
-            let scales = out.len() - 16;
-            for c in 0..PANEL {
-                let Some(block) = block(c) else { continue };
-                let mut codes = [0; 32];
-                kind.codes(block, g, &mut codes);
-                for j in 0..8 {
-                    vectors[j][4 * c..4 * c + 4].copy_from_slice(&codes[4 * j..4 * j + 4]);
-                }
-                match kind {
-                    WeightType::Q4K | WeightType::Q5K => {
-                        let (scale, min) = scale_min(&block[4..16], g);
-                        out[scales + c] = scale;
-                        out[scales + 8 + c] = min;
-                    }
-                    WeightType::Q6K => out[scales + 2 * c..][..2].copy_from_slice(&block[192 + 2 * g..][..2]),
-                    _ => out[scales + 2 * c..][..2].copy_from_slice(&block[..2]),
-                }
-            }
-            if kind == WeightType::Q8_0 {
-                for j in 0..8 {
-                    out[32 * j..32 * j + 32].copy_from_slice(&vectors[j]);
-                }
-            } else {
-                for p in 0..4 {
-                    for i in 0..32 {
-                        out[32 * p + i] = vectors[2 * p][i] & 15 | vectors[2 * p + 1][i] << 4;
-                    }
-                }
-                match kind {
-                    WeightType::Q5_0 | WeightType::Q5K => {
-                        for i in 0..32 {
-                            let mut plane = 0;
-                            for (j, vector) in vectors.iter().enumerate() {
-                                plane |= (vector[i] >> 4 & 1) << j;
-                            }
-                            out[128 + i] = plane;
-                        }
-                    }
-                    WeightType::Q6K => {
-                        for h in 0..2 {
-                            for i in 0..32 {
-                                let mut plane = 0;
-                                for j in 0..4 {
-                                    plane |= (vectors[4 * h + j][i] >> 4 & 3) << (2 * j);
-                                }
-                                out[128 + 32 * h + i] = plane;
-                            }
-                        }
-                    }
-                    _ => {}
-                }
-            }
+            pack_group(kind, &blocks, g, out);
             at += group_bytes(kind);
+        }
+    }
+}
+
+/// Group `g` of one block of 8 outputs.
+#[inline(always)]
+fn pack_group(kind: WeightType, blocks: &[&[u8]; PANEL], g: usize, out: &mut [u8]) {
+    let (planes, scales) = out.split_at_mut(group_bytes(kind) - 16);
+    // vectors[j][4c + i] = the code of output c, input 4j + i.
+    let mut vectors = [[0u8; 32]; 8];
+    for (c, block) in blocks.iter().enumerate() {
+        let mut codes = [0; 32];
+        kind.codes(block, g, &mut codes);
+        for j in 0..8 {
+            vectors[j][4 * c..4 * c + 4].copy_from_slice(&codes[4 * j..4 * j + 4]);
+        }
+        match kind {
+            WeightType::Q4K | WeightType::Q5K => (scales[c], scales[8 + c]) = scale_min(&block[4..16], g),
+            WeightType::Q6K => scales[2 * c..2 * c + 2].copy_from_slice(&block[192 + 2 * g..][..2]),
+            _ => scales[2 * c..2 * c + 2].copy_from_slice(&block[..2]),
+        }
+    }
+    if kind == WeightType::Q8_0 {
+        for (plane, vector) in planes.chunks_exact_mut(32).zip(&vectors) {
+            plane.copy_from_slice(vector);
+        }
+        return;
+    }
+    let (nibbles, high) = planes.split_at_mut(128);
+    for (plane, pair) in nibbles.chunks_exact_mut(32).zip(vectors.chunks_exact(2)) {
+        for i in 0..32 {
+            plane[i] = pair[0][i] & 15 | pair[1][i] << 4;
+        }
+    }
+    // Bits a code has above the nibble, and so vectors a plane.
+    let bits = if kind == WeightType::Q6K { 2 } else { 1 };
+    for (plane, vectors) in high.chunks_exact_mut(32).zip(vectors.chunks_exact(8 / bits)) {
+        for (j, vector) in vectors.iter().enumerate() {
+            for i in 0..32 {
+                plane[i] |= vector[i] >> 4 << (bits * j);
+            }
         }
     }
 }

@@ -1,0 +1,187 @@
+//! The forward pass against candle's own models, and against itself: chunked, forked, rolled back, on other threads.
+
+use candle_core::quantized::{GgmlDType, gguf_file};
+use candle_core::{DType, Device, Tensor};
+use candle_nn::VarBuilder;
+use cob::model::{Backend, Kv, KvType, Logits, Model, Tier};
+
+use crate::tiny::{SMALL, Shape, write_gguf, write_safetensors};
+
+const IDS: [u32; 40] = {
+    let mut ids = [0; 40];
+    let mut i = 0;
+    while i < 40 {
+        ids[i] = (i as u32 * 79 + 5) % 300;
+        i += 1;
+    }
+    ids
+};
+
+fn exact() -> Backend {
+    Backend::Candle { device: Device::Cpu, exact: true }
+}
+
+fn candle() -> Backend {
+    Backend::Candle { device: Device::Cpu, exact: false }
+}
+
+fn cpu(threads: usize) -> Backend {
+    Backend::Cpu { tier: Tier::detect(), threads }
+}
+
+/// The logits of every position, the ids being fed in chunks.
+fn all_logits(model: &mut Model, kv: &mut Kv, ids: &[u32], chunks: &[usize]) -> Vec<f32> {
+    let (mut at, mut out) = (0, Vec::new());
+    for &n in chunks.iter().cycle() {
+        if at == ids.len() {
+            return out;
+        }
+        let end = ids.len().min(at + n);
+        out.extend(model.forward(kv, &ids[at..end], Logits::All, &|| false).unwrap());
+        at = end;
+    }
+    unreachable!()
+}
+
+fn run(path: &std::path::Path, backend: Backend, kv: KvType) -> Vec<f32> {
+    let mut model = Model::open(path, backend, kv).unwrap();
+    let mut kv = model.new_kv();
+    all_logits(&mut model, &mut kv, &IDS, &[IDS.len()])
+}
+
+fn assert_close(what: &str, a: &[f32], b: &[f32], tolerance: f32) {
+    assert_eq!(a.len(), b.len(), "{what}");
+    let worst = a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(worst <= tolerance, "{what}: the largest difference is {worst}");
+}
+
+/// The softmax of each row.
+fn probabilities(logits: &[f32]) -> Vec<f32> {
+    let row = |row: &[f32]| {
+        let sum: f32 = row.iter().map(|x| x.exp()).sum();
+        row.iter().map(|x| x.exp() / sum).collect::<Vec<_>>()
+    };
+    logits.chunks_exact(SMALL.vocab).flat_map(row).collect()
+}
+
+#[test]
+fn f32_safetensors_agree_with_candle_transformers() {
+    for (tied, seed) in [(false, 1), (true, 2)] {
+        let folder = tempfile::tempdir().unwrap();
+        let shape = Shape { tied, ..SMALL };
+        write_safetensors(folder.path(), &shape, seed);
+        let files: Vec<_> = (1..=2).map(|i| folder.path().join(format!("model-0000{i}-of-00002.safetensors"))).collect();
+        let builder = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, &Device::Cpu) }.unwrap();
+        let config = std::fs::read_to_string(folder.path().join("config.json")).unwrap();
+        let config: candle_transformers::models::qwen2::Config = serde_json::from_str(&config).unwrap();
+        let mut theirs = candle_transformers::models::qwen2::ModelForCausalLM::new(&config, builder).unwrap();
+        let mut expected: Vec<f32> = Vec::new();
+        for i in 0..IDS.len() {
+            let input = Tensor::new(&IDS[i..=i], &Device::Cpu).unwrap().unsqueeze(0).unwrap();
+            expected.extend(theirs.forward(&input, i).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        }
+        for backend in [cpu(2), candle(), exact()] {
+            let name = backend.name();
+            assert_close(&format!("{name}, f32 KV"), &run(folder.path(), backend.clone(), KvType::F32), &expected, 1e-3);
+            assert_close(&format!("{name}, f16 KV"), &run(folder.path(), backend, KvType::F16), &expected, 1e-2);
+        }
+    }
+}
+
+#[test]
+fn quantised_files_agree_with_candle_transformers() {
+    let folder = tempfile::tempdir().unwrap();
+    for kind in [GgmlDType::Q8_0, GgmlDType::Q5_0, GgmlDType::Q4_0] {
+        let path = write_gguf(&folder.path().join("tiny.gguf"), &SMALL, 3, kind);
+        let mut file = std::fs::File::open(&path).unwrap();
+        let content = gguf_file::Content::read(&mut file).unwrap();
+        let mut theirs =
+            candle_transformers::models::quantized_qwen2::ModelWeights::from_gguf(content, &mut file, &Device::Cpu).unwrap();
+        let mut expected: Vec<f32> = Vec::new();
+        for i in 0..IDS.len() {
+            let input = Tensor::new(&IDS[i..=i], &Device::Cpu).unwrap().unsqueeze(0).unwrap();
+            expected.extend(theirs.forward(&input, i).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        }
+        // Activations are rounded to 8 bits, so the last bit of a sum before can move a logit by a hundredth; what must
+        // agree to 1e-3 is the probability of every token.
+        for backend in [candle(), cpu(2)] {
+            let name = format!("{} {kind:?}", backend.name());
+            let ours = run(&path, backend, KvType::F32);
+            assert_close(&name, &probabilities(&ours), &probabilities(&expected), 1e-3);
+            let mean = ours.iter().zip(&expected).map(|(a, b)| (a - b).abs()).sum::<f32>() / ours.len() as f32;
+            assert!(mean < 0.02, "{name}: logits differ by {mean} on average");
+        }
+    }
+}
+
+/// Ours quantises activations; the distance to the exact pass is what that costs, for each type.
+#[test]
+fn every_type_is_near_the_exact_pass() {
+    let folder = tempfile::tempdir().unwrap();
+    use GgmlDType::*;
+    for (kind, tolerance) in [
+        (F32, 1e-3),
+        (F16, 1e-3),
+        (BF16, 1e-3),
+        (Q4_0, 0.06),
+        (Q5_0, 0.06),
+        (Q8_0, 0.06),
+        (Q4K, 0.06),
+        (Q5K, 0.06),
+        (Q6K, 0.06),
+    ] {
+        let path = write_gguf(&folder.path().join("tiny.gguf"), &SMALL, 4, kind);
+        let expected = run(&path, exact(), KvType::F32);
+        let spread = expected.iter().fold(0f32, |a, b| a.max(b.abs()));
+        assert!(spread > 1.0, "the logits must say something: {spread}");
+        assert_close(&format!("{kind:?}"), &run(&path, cpu(2), KvType::F32), &expected, tolerance);
+    }
+}
+
+/// Bits, not tolerances: whatever the chunking, the threads and the tier, and after a fork and a rollback.
+#[test]
+fn a_position_has_the_same_bits_however_it_is_reached() {
+    let folder = tempfile::tempdir().unwrap();
+    use GgmlDType::*;
+    for kind in [F32, F16, BF16, Q4_0, Q5_0, Q8_0, Q4K, Q5K, Q6K] {
+        for kv_type in [KvType::F16, KvType::F32] {
+            let path = write_gguf(&folder.path().join("tiny.gguf"), &SMALL, 5, kind);
+            let ids: Vec<u32> = (0..150).map(|i| (i * 31 + 7) % 300).collect();
+            let mut model = Model::open(&path, cpu(1), kv_type).unwrap();
+            let mut kv = model.new_kv();
+            let expected = all_logits(&mut model, &mut kv, &ids, &[ids.len()]);
+            for chunks in [&[1][..], &[2, 3, 1, 4], &[5, 64, 7], &[63, 1, 70]] {
+                let mut kv = model.new_kv();
+                assert!(expected == all_logits(&mut model, &mut kv, &ids, chunks), "{kind:?}, chunks {chunks:?}");
+            }
+            for backend in [cpu(2), cpu(3), Backend::Cpu { tier: Tier::Portable, threads: 2 }] {
+                let name = format!("{kind:?}, {backend:?}");
+                let mut other = Model::open(&path, backend, kv_type).unwrap();
+                let mut kv = other.new_kv();
+                assert!(expected == all_logits(&mut other, &mut kv, &ids, &[97, 2]), "{name}");
+            }
+            let vocab = model.config().vocab;
+            // A fork writes its own tokens; the original, rolled back, goes on as if nothing had been.
+            let mut fork = kv.clone();
+            fork.truncate(70);
+            all_logits(&mut model, &mut fork, &[1, 2, 3, 4, 5], &[5]);
+            kv.truncate(80);
+            let again = all_logits(&mut model, &mut kv, &ids[80..], &[9]);
+            assert!(expected[80 * vocab..] == again, "{kind:?} after a rollback");
+        }
+    }
+}
+
+#[test]
+fn chunked_prefill_on_candle_agrees() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_gguf(&folder.path().join("tiny.gguf"), &SMALL, 6, GgmlDType::Q8_0);
+    let mut model = Model::open(&path, exact(), KvType::F32).unwrap();
+    let mut kv = model.new_kv();
+    let expected = all_logits(&mut model, &mut kv, &IDS, &[IDS.len()]);
+    let mut fork = kv.clone();
+    fork.truncate(10);
+    let vocab = model.config().vocab;
+    let again = all_logits(&mut model, &mut fork, &IDS[10..], &[1, 7, 3]);
+    assert_close("chunks after a rollback", &again, &expected[10 * vocab..], 1e-4);
+}
