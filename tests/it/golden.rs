@@ -2,7 +2,10 @@
 
 use cob::model::{Backend, Error, KvType, Logits, Model};
 
-use crate::real::{CODER_05B, CODER_15B, model_file};
+use crate::real::model_file;
+
+const CODER_05B: &str = "qwen2.5-coder-0.5b-instruct-q4_k_m";
+const CODER_15B: &str = "qwen2.5-coder-1.5b-instruct-q4_k_m";
 
 /// `log softmax` of one row.
 fn log_softmax(logits: &[f32]) -> Vec<f64> {

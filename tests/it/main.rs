@@ -1,5 +1,6 @@
-//! The integration tests: one binary, a module an area.
+//! One binary for all integration tests; a module a room.
 
+mod chat;
 mod forward;
 mod golden;
 mod real;

@@ -1,0 +1,181 @@
+//! The model in this process: a [`LanguageModel`] over the engine.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+
+use super::grammar::Grammars;
+use super::mask::CallMask;
+use super::template::{Prompt, Template};
+use super::tokenizer::Tokenizer;
+use super::{Completion, CompletionRequest, Delta, LanguageModel, ModelError, ModelInfo};
+use crate::engine::{self, Engine, Event, Failure, Request};
+use crate::message::{AssistantMessage, Message, ToolSpec};
+use crate::model::gguf::Gguf;
+use crate::model::{Backend, KvType, Model};
+
+/// How to open a model.
+#[derive(Clone, Debug)]
+pub struct Options {
+    pub backend: Backend,
+    pub kv_type: KvType,
+    /// Of prompt and output together; at most what the model was trained for.
+    pub context_tokens: usize,
+    /// What the prefix cache may hold.
+    pub cache_bytes: usize,
+    /// The id and SHA-256 that sessions record.
+    pub id: String,
+    pub digest: String,
+}
+
+/// A Qwen2.5 in this process.
+pub struct Qwen {
+    engine: Engine,
+    format: ChatFormat,
+    info: ModelInfo,
+}
+
+/// Tokenizer, template and grammars of a model: all that is needed to see a prompt, without its weights.
+pub struct ChatFormat {
+    pub template: Template,
+    pub grammars: Arc<Grammars>,
+}
+
+impl ChatFormat {
+    /// From a GGUF file, or a folder with `tokenizer.json` and `tokenizer_config.json`. `vocab`: the width of the logits;
+    /// the tokenizer's own when the weights are not there.
+    pub fn open(path: &Path, vocab: Option<usize>) -> Result<Self, String> {
+        let text = |e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
+        let (tokenizer, template) = if path.is_dir() {
+            let tokenizer = Arc::new(Tokenizer::from_file(&path.join("tokenizer.json")).map_err(|e| e.to_string())?);
+            let template = Template::from_config(&path.join("tokenizer_config.json"), tokenizer.clone());
+            (tokenizer, template.map_err(|e| e.to_string())?)
+        } else {
+            let file = Gguf::open(path)?;
+            let missing = |key: &str| format!("{}: the file has no {key}; it cannot be used for a chat", path.display());
+            let strings = |key: &str| file.strings(key).ok_or_else(|| missing(key));
+            let tokenizer = Tokenizer::from_vocab(
+                strings("tokenizer.ggml.tokens")?,
+                strings("tokenizer.ggml.merges")?,
+                file.i32s("tokenizer.ggml.token_type").ok_or_else(|| missing("tokenizer.ggml.token_type"))?,
+                file.str("tokenizer.ggml.pre").ok_or_else(|| missing("tokenizer.ggml.pre"))?,
+            );
+            let tokenizer = Arc::new(tokenizer.map_err(|e| text(&e))?);
+            let source = file.str("tokenizer.chat_template").ok_or_else(|| missing("tokenizer.chat_template"))?;
+            let template = Template::new(source, tokenizer.clone()).map_err(|e| text(&e))?;
+            (tokenizer, template)
+        };
+        let vocab = vocab.unwrap_or(tokenizer.vocab_size());
+        let grammars = Arc::new(Grammars::new(tokenizer, vocab).map_err(|e| text(&e))?);
+        Ok(ChatFormat { template, grammars })
+    }
+
+    /// The tools of a list that can be offered, their grammar, and what must be said about the list.
+    fn offer(&self, tools: &[ToolSpec]) -> (Vec<ToolSpec>, Arc<super::grammar::CallGrammar>, Vec<String>) {
+        let grammar = self.grammars.compile(tools);
+        let mut notes = grammar.notes().to_vec();
+        notes.extend(grammar.refused().iter().map(|r| format!("the tool `{}` is not offered: {}", r.name, r.why)));
+        let names = grammar.names();
+        let offered = tools.iter().filter(|tool| names.contains(&tool.name.as_str())).cloned().collect();
+        (offered, grammar, notes)
+    }
+
+    /// The prompt of a conversation, exactly as the model gets it.
+    pub fn prompt(&self, messages: &[Message], tools: &[ToolSpec]) -> Result<Prompt, String> {
+        self.template.render(messages, &self.offer(tools).0, true).map_err(|e| e.to_string())
+    }
+}
+
+impl Qwen {
+    /// Loads the weights and, on another thread, the tokenizer. Costs the time to read the file once.
+    pub fn open(path: &Path, options: Options) -> Result<Self, String> {
+        let source = crate::model::Source::open(path)?;
+        let config = source.config()?;
+        let chat_path: PathBuf = path.to_owned();
+        let chat = std::thread::spawn(move || ChatFormat::open(&chat_path, Some(config.vocab)));
+        let model = Model::load(source, options.backend.clone(), options.kv_type)?;
+        let format = chat.join().map_err(|_| "the tokenizer's thread panicked".to_owned())??;
+        let context_tokens = options.context_tokens.min(config.context);
+        let info = ModelInfo {
+            id: options.id,
+            digest: options.digest,
+            kernel_tier: options.backend.name(),
+            context_tokens,
+        };
+        let engine = Engine::start(model, engine::Settings { context_tokens, cache_bytes: options.cache_bytes });
+        Ok(Qwen { engine, format, info })
+    }
+
+    pub fn format(&self) -> &ChatFormat {
+        &self.format
+    }
+
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+}
+
+#[async_trait]
+impl LanguageModel for Qwen {
+    fn info(&self) -> ModelInfo {
+        self.info.clone()
+    }
+
+    async fn complete(
+        &self,
+        request: CompletionRequest,
+        sink: &mut (dyn FnMut(Delta) + Send),
+    ) -> Result<Completion, ModelError> {
+        let (tools, grammar, notes) = self.format.offer(&request.tools);
+        if !tools.is_empty() {
+            // The token trie is built beside the prefill.
+            let grammars = self.format.grammars.clone();
+            std::thread::spawn(move || grammars.warm());
+        }
+        let prompt =
+            self.format.template.render(&request.messages, &tools, true).map_err(|e| ModelError::Failed(e.to_string()))?;
+        let mask = CallMask::new(self.format.grammars.clone(), grammar, request.tool_choice, request.rescue)
+            .map_err(ModelError::Refused)?;
+        let mut view = mask.view();
+        // Dropping this future ends the work in the engine too.
+        let cancel = request.cancel.child_token();
+        let _guard = cancel.clone().drop_guard();
+        let mut events = self.engine.submit(Request {
+            pinned: prompt.pinned,
+            prompt: prompt.ids.clone(),
+            mask: Box::new(mask),
+            sampling: request.sampling,
+            stop_ids: self.format.grammars.stop_ids(),
+            max_output_tokens: request.max_output_tokens,
+            cancel,
+        });
+        while let Some(event) = events.recv().await {
+            match event {
+                Event::Prefill { done, total } => sink(Delta::Prefill { done, total }),
+                Event::Token { id, .. } => view.token(id, &mut *sink),
+                Event::Rewind { keep } => view.rewind(keep),
+                Event::Finished(report) => {
+                    let (ids, parsed) = view.finish(&mut *sink);
+                    debug_assert_eq!(ids, report.ids);
+                    return Ok(Completion {
+                        message: AssistantMessage { text: parsed.text, calls: parsed.calls, ids: Some(report.ids) },
+                        finish: report.finish,
+                        usage: report.usage,
+                        notes,
+                    });
+                }
+                Event::Failed(Failure::Overflow { prompt_tokens, reserved_tokens, context_tokens }) => {
+                    let segments = prompt.sizes();
+                    return Err(ModelError::Overflow { prompt_tokens, reserved_tokens, context_tokens, segments });
+                }
+                Event::Failed(Failure::Failed(why)) => return Err(ModelError::Failed(why)),
+            }
+        }
+        Err(ModelError::Failed("the engine ended without an answer".into()))
+    }
+
+    fn count_tokens(&self, text: &str) -> usize {
+        self.format.grammars.tokenizer().encode_text(text).len()
+    }
+}
