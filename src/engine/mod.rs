@@ -119,6 +119,7 @@ pub struct Engine {
 enum Job {
     Run(Request, UnboundedSender<Event>),
     Stats(mpsc::Sender<CacheStats>),
+    ClearCache,
 }
 
 impl Engine {
@@ -143,6 +144,11 @@ impl Engine {
             let _ = events.send(Event::Failed(Failure::Failed("the engine's thread has ended".into())));
         }
         receiver
+    }
+
+    /// Forgets all prefixes, once the requests before it are done.
+    pub fn clear_cache(&self) {
+        let _ = self.jobs.send(Job::ClearCache);
     }
 
     /// Waits for the requests before it.
@@ -189,6 +195,7 @@ impl Worker {
                     };
                     let _ = events.send(last);
                 }
+                Job::ClearCache => self.cache = PrefixCache::new(self.settings.cache_bytes),
                 Job::Stats(reply) => {
                     let _ = reply.send(self.cache.stats());
                 }

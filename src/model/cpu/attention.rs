@@ -7,8 +7,6 @@ use super::super::kv::{BLOCK, KvShape, KvType};
 use super::ops::{exp, sum};
 use super::simd::Simd;
 
-/// Query heads that may share a KV head.
-pub(crate) const GROUP_MAX: usize = 8;
 /// Elements of a head.
 pub(crate) const HEAD_DIM_MAX: usize = 256;
 

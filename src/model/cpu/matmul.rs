@@ -36,12 +36,6 @@ impl Rows {
         self.floats.resize(if floats { rows * k } else { 0 }, 0.0);
     }
 
-    /// Bytes held.
-    pub fn bytes(&self) -> usize {
-        self.codes.capacity() + 4 * (self.scales.capacity() + self.neg_sums.capacity() + self.floats.capacity())
-            + 2 * self.sums.capacity()
-    }
-
     pub fn view(&mut self) -> RowsMut {
         RowsMut {
             k: self.k,

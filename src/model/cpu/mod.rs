@@ -209,14 +209,6 @@ impl CpuModel {
         Ok(CpuModel { source, tier, pool, kv_type, layers, norm, head, rope, scratch: Scratch::default(), floats, config })
     }
 
-    pub fn tier(&self) -> Tier {
-        self.tier
-    }
-
-    pub fn threads(&self) -> usize {
-        self.pool.threads()
-    }
-
     pub fn kv_shape(&self) -> KvShape {
         let c = &self.config;
         KvShape { layers: c.layers, kv_heads: c.kv_heads, head_dim: c.head_dim, kind: self.kv_type }
@@ -274,27 +266,11 @@ impl CpuModel {
         Ok(())
     }
 
-    /// `x += delta` (unless this is the first block), norm, quantise: the input of the next products.
-    fn normed(&mut self, weight: &[f32], with_delta: bool, first: usize, rows: usize) {
-        let (tier, hidden, eps) = (self.tier, self.config.hidden, self.config.rms_eps);
-        let s = &mut self.scratch;
-        s.rows.resize(rows, hidden, self.floats);
-        let (x, delta, to) = (Shared(s.x.as_mut_ptr()), Shared(s.delta.as_mut_ptr()), s.rows.view());
-        by_rows(&mut self.pool, rows - first, &|r| {
-            let r = first + r;
-            // SAFETY: each row is touched by one part.
-            let (x, delta) = unsafe { (x.slice(r * hidden, hidden), &*delta.slice(r * hidden, hidden)) };
-            let delta = with_delta.then_some(delta);
-            in_tier!(tier, norm_row(x: &mut [f32], delta: Option<&[f32]>, weight: &[f32], eps: f32, to: RowsMut, r: usize))
-        });
-    }
-
     fn attention_block(&mut self, i: usize, blocks: &[*mut u8], start: usize, rows: usize) {
-        let weight = std::mem::take(&mut self.layers[i].attention_norm);
-        self.normed(&weight, i > 0, 0, rows);
-        self.layers[i].attention_norm = weight;
-
         let (tier, c, shape) = (self.tier, self.config.clone(), self.kv_shape());
+        let norm = Norm { weight: &self.layers[i].attention_norm, eps: c.rms_eps, add: i > 0 };
+        normed(&mut self.pool, tier, &mut self.scratch, self.floats, norm, 0, rows);
+
         let dim = c.head_dim;
         let (q, kv) = (c.heads * dim, c.kv_heads * dim);
         let stride = q + 2 * kv;
@@ -356,11 +332,10 @@ impl CpuModel {
     }
 
     fn mlp_block(&mut self, i: usize, rows: usize) {
-        let weight = std::mem::take(&mut self.layers[i].mlp_norm);
-        self.normed(&weight, true, 0, rows);
-        self.layers[i].mlp_norm = weight;
-
         let (tier, n, hidden) = (self.tier, self.config.intermediate, self.config.hidden);
+        let norm = Norm { weight: &self.layers[i].mlp_norm, eps: self.config.rms_eps, add: true };
+        normed(&mut self.pool, tier, &mut self.scratch, self.floats, norm, 0, rows);
+
         let s = &mut self.scratch;
         let layer = &self.layers[i];
         let out = s.mlp.as_mut_ptr();
@@ -387,9 +362,8 @@ impl CpuModel {
 
     /// Logits of rows `first..last`: [last − first, vocab].
     fn logits(&mut self, first: usize, last: usize) -> Vec<f32> {
-        let weight = std::mem::take(&mut self.norm);
-        self.normed(&weight, true, first, last);
-        self.norm = weight;
+        let norm = Norm { weight: &self.norm, eps: self.config.rms_eps, add: true };
+        normed(&mut self.pool, self.tier, &mut self.scratch, self.floats, norm, first, last);
         let vocab = self.config.vocab;
         let mut out = vec![0f32; (last - first) * vocab];
         // Rows of `x` before `first` have no place in `out`: the product starts at row `first`.
@@ -398,19 +372,27 @@ impl CpuModel {
         products(&mut self.pool, self.tier, &[product], &self.scratch.rows, first, last);
         out
     }
+}
 
-    /// Bytes of packed weights and scratch.
-    pub fn bytes(&self) -> usize {
-        let matrix = |m: &Packed| Packed::bytes(m.kind, m.n, m.k);
-        let layers: usize = self
-            .layers
-            .iter()
-            .map(|l| l.qkv.iter().chain(&l.gate_up).chain([&l.output, &l.down]).map(matrix).sum::<usize>())
-            .sum();
-        let s = &self.scratch;
-        let floats = s.x.len() + s.delta.len() + s.qkv.len() + s.attended.len() + s.mlp.len();
-        layers + matrix(&self.head) + 4 * floats + s.rows.bytes()
-    }
+struct Norm<'a> {
+    weight: &'a [f32],
+    eps: f32,
+    /// Whether a block's output waits to be added to the residual stream.
+    add: bool,
+}
+
+/// `x += delta`, norm, quantise: the input of the next products, for rows `first..rows`.
+fn normed(pool: &mut Pool, tier: Tier, s: &mut Scratch, floats: bool, norm: Norm, first: usize, rows: usize) {
+    let Norm { weight, eps, add } = norm;
+    let hidden = weight.len();
+    s.rows.resize(rows, hidden, floats);
+    let (x, delta, to) = (Shared(s.x.as_mut_ptr()), Shared(s.delta.as_mut_ptr()), s.rows.view());
+    by_rows(pool, rows - first, &|r| {
+        let r = first + r;
+        // SAFETY: each row is touched by one part.
+        let (x, delta) = unsafe { (x.slice(r * hidden, hidden), delta.slice(r * hidden, hidden)) };
+        in_tier!(tier, norm_row(x: &mut [f32], delta: &mut [f32], add: bool, weight: &[f32], eps: f32, to: RowsMut, r: usize))
+    });
 }
 
 /// One part a few rows.
@@ -459,17 +441,19 @@ unsafe fn panels<S: Simd>(p: Product, x: &Rows, first: usize, last: usize, from:
 }
 
 #[inline(always)]
-unsafe fn norm_row<S: Simd>(x: &mut [f32], delta: Option<&[f32]>, weight: &[f32], eps: f32, to: RowsMut, r: usize) {
-    thread_local! {
-        static ROW: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+unsafe fn norm_row<S: Simd>(
+    x: &mut [f32],
+    delta: &mut [f32],
+    add: bool,
+    weight: &[f32],
+    eps: f32,
+    to: RowsMut,
+    r: usize,
+) {
+    unsafe {
+        ops::rms_norm::<S>(x, delta, add, weight, eps);
+        matmul::quantize_row::<S>(delta, to, r);
     }
-    ROW.with_borrow_mut(|row| {
-        row.resize(x.len(), 0.0);
-        unsafe {
-            ops::rms_norm::<S>(x, delta, weight, eps, row);
-            matmul::quantize_row::<S>(row, to, r);
-        }
-    })
 }
 
 #[inline(always)]

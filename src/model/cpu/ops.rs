@@ -28,18 +28,18 @@ pub(crate) unsafe fn sum<S: Simd>(x: S::F) -> f32 {
     ((l[0] + l[4]) + (l[1] + l[5])) + ((l[2] + l[6]) + (l[3] + l[7]))
 }
 
-/// `x += delta` (if any), then `out = x / rms(x) · weight`.
+/// `x += delta` (if `add`), then `delta = x / rms(x) · weight`: the sum's place is free for the result.
 #[inline(always)]
-pub(crate) unsafe fn rms_norm<S: Simd>(x: &mut [f32], delta: Option<&[f32]>, weight: &[f32], eps: f32, out: &mut [f32]) {
+pub(crate) unsafe fn rms_norm<S: Simd>(x: &mut [f32], delta: &mut [f32], add: bool, weight: &[f32], eps: f32) {
     let n = x.len();
-    assert!(n.is_multiple_of(8) && weight.len() == n && out.len() == n && delta.is_none_or(|d| d.len() == n));
+    assert!(n.is_multiple_of(8) && weight.len() == n && delta.len() == n);
     unsafe {
         let mut squares = S::splat(0.0);
-        let p = x.as_mut_ptr();
+        let (p, out) = (x.as_mut_ptr(), delta.as_mut_ptr());
         for i in (0..n).step_by(8) {
             let mut v = S::load(p.add(i));
-            if let Some(delta) = delta {
-                v = S::add(v, S::load(delta.as_ptr().add(i)));
+            if add {
+                v = S::add(v, S::load(out.add(i)));
                 S::store(p.add(i), v);
             }
             squares = S::fma(v, v, squares);
@@ -47,7 +47,7 @@ pub(crate) unsafe fn rms_norm<S: Simd>(x: &mut [f32], delta: Option<&[f32]>, wei
         let scale = S::splat(1.0 / (sum::<S>(squares) / n as f32 + eps).sqrt());
         for i in (0..n).step_by(8) {
             let v = S::mul(S::mul(S::load(p.add(i)), scale), S::load(weight.as_ptr().add(i)));
-            S::store(out.as_mut_ptr().add(i), v);
+            S::store(out.add(i), v);
         }
     }
 }
