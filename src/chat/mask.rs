@@ -11,9 +11,8 @@ use llguidance::Matcher;
 use serde_json::Value;
 
 use super::Delta;
-use super::grammar::{CallGrammar, Grammars, guarded};
+use super::grammar::{CallGrammar, Grammars};
 use super::rescue::{Scan, Scanner};
-use super::tokenizer::Utf8Stream;
 use crate::engine::{Mask, Verdict};
 use crate::message::{ToolCall, ToolChoice};
 
@@ -25,31 +24,23 @@ const GUARD_LIMIT: usize = 8;
 #[derive(Clone, Debug, Default)]
 struct Text {
     text: String,
-    /// An incomplete character.
-    tail: Vec<u8>,
+    bytes: Vec<u8>,
     ends: Vec<usize>,
 }
 
 impl Text {
     fn push(&mut self, bytes: &[u8]) {
-        self.tail.extend_from_slice(bytes);
-        let mut used = 0;
-        let total = self.tail.len();
-        for chunk in self.tail.utf8_chunks() {
+        self.bytes.extend_from_slice(bytes);
+        self.ends.push(self.bytes.len());
+        for chunk in self.bytes[self.text.len()..].utf8_chunks() {
             self.text.push_str(chunk.valid());
-            used += chunk.valid().len();
             let broken = chunk.invalid();
-            if broken.is_empty() {
-                continue;
+            let at_end = self.text.len() + broken.len() == self.bytes.len();
+            if at_end && std::str::from_utf8(broken).is_err_and(|e| e.error_len().is_none()) {
+                break; // it can still become a character
             }
-            if used + broken.len() == total && std::str::from_utf8(broken).is_err_and(|e| e.error_len().is_none()) {
-                break;
-            }
-            used += broken.len();
             self.text.extend(broken.iter().map(|_| '?'));
         }
-        self.tail.drain(..used);
-        self.ends.push(self.text.len() + self.tail.len());
     }
 
     /// Keeps the first `keep` tokens. `bytes_of` gives their bytes again.
@@ -67,7 +58,9 @@ enum Phase {
     Text,
     Call(Box<Matcher>),
     /// Behind a call. `newline`: its line has been ended, so another call can follow.
-    After { newline: bool },
+    After {
+        newline: bool,
+    },
 }
 
 /// The constraint on one completion.
@@ -166,14 +159,14 @@ impl CallMask {
     }
 
     fn open(&self) -> Result<Box<Matcher>, String> {
-        guarded("opening a call", || self.grammars.matcher(&self.grammar, self.only.as_deref())).map(Box::new)
+        self.grammars.matcher(&self.grammar, self.only.as_deref()).map(Box::new)
     }
 
     /// The first token that reaches behind `start`, and the bytes of it that stand before.
     fn cut(&self, start: usize) -> (usize, Vec<u8>) {
         let keep = self.text.ends.partition_point(|&end| end <= start);
         let before = if keep == 0 { 0 } else { self.text.ends[keep - 1] };
-        (keep, self.text.text.as_bytes()[before..start].to_vec())
+        (keep, self.text.bytes[before..start].to_vec())
     }
 
     fn rewind(&mut self, keep: usize) {
@@ -262,7 +255,7 @@ impl Mask for CallMask {
 
     fn allow(&mut self, logits: &mut [f32]) -> Result<(), String> {
         let ids = self.grammars.ids;
-        let repeats = self.repeats();
+        let repeats = matches!(self.phase, Phase::After { .. }) && self.repeats();
         match &mut self.phase {
             Phase::Text => {
                 let tokenizer = self.grammars.tokenizer();
@@ -307,7 +300,9 @@ impl Mask for CallMask {
             }
         }
         if logits.iter().all(|logit| *logit == f32::NEG_INFINITY || logit.is_nan()) {
-            return Err("no token may follow here; the model's logits are not numbers, or the grammar has a dead end".into());
+            return Err(
+                "no token may follow here; the model's logits are not numbers, or the grammar has a dead end".into()
+            );
         }
         Ok(())
     }
@@ -510,20 +505,14 @@ impl StreamView {
             call.rescued = *rescued;
         }
         if self.rescued.is_empty() {
-            let mut utf8 = Utf8Stream::default();
-            let bytes = self.grammars.tokenizer().decode(&self.ids);
-            let mut rest = utf8.push(bytes.get(self.emitted..).unwrap_or_default());
-            rest.push_str(&utf8.finish());
-            if !rest.is_empty() {
-                sink(Delta::Text(rest));
-            }
+            self.emit(self.text.bytes.len(), &mut sink);
         }
         (std::mem::take(&mut self.ids), parsed)
     }
 
     fn emit(&mut self, upto: usize, sink: &mut impl FnMut(Delta)) {
         if upto > self.emitted {
-            sink(Delta::Text(self.text.text[self.emitted..upto].to_owned()));
+            sink(Delta::Text(String::from_utf8_lossy(&self.text.bytes[self.emitted..upto]).into_owned()));
             self.emitted = upto;
         }
     }
