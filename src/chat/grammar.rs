@@ -420,6 +420,18 @@ fn strip(schema: &mut Value, skipped: &mut Vec<String>, depth: usize) -> Result<
         skip("required (not a list)".into());
         map.shift_remove("required");
     }
+    // A multiple can need one more digit again and again, so that only a bound ends it; see `Digits` in `mask`.
+    if map.contains_key("multipleOf") {
+        const LIMIT: f64 = 1e12;
+        let bound = |keys: [&str; 2]| keys.iter().find_map(|key| map.get(*key).and_then(Value::as_f64));
+        let (low, high) = (bound(["minimum", "exclusiveMinimum"]), bound(["maximum", "exclusiveMaximum"]));
+        if low.is_none() && high.is_none_or(|high| high > -LIMIT) {
+            map.insert("minimum".into(), json!(-LIMIT));
+        }
+        if high.is_none() && low.is_none_or(|low| low < LIMIT) {
+            map.insert("maximum".into(), json!(LIMIT));
+        }
+    }
     for (keyword, value) in map.iter_mut() {
         match keyword.as_str() {
             "properties" | "patternProperties" | "$defs" | "definitions" => {

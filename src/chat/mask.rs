@@ -54,9 +54,47 @@ impl Text {
     }
 }
 
+/// Where in a call's JSON the output stands, as far as numbers go.
+///
+/// The grammar takes a number of any length and exponent; readers do not. So a run of digits ends at [`DIGIT_LIMIT`] and
+/// there is no exponent, wherever the schema leaves another way. Bounds in the schema would do the same, but take
+/// milliseconds to compile for each tool.
+#[derive(Clone, Copy, Debug, Default)]
+struct Digits {
+    in_string: bool,
+    escaped: bool,
+    /// Digits in a row, up to here.
+    run: usize,
+}
+
+const DIGIT_LIMIT: usize = 18;
+
+impl Digits {
+    fn push(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            let was_escaped = std::mem::take(&mut self.escaped);
+            match byte {
+                b'"' if !was_escaped => self.in_string = !self.in_string,
+                b'\\' if !was_escaped => self.escaped = self.in_string,
+                _ => {}
+            }
+            self.run = if byte.is_ascii_digit() && !self.in_string { self.run + 1 } else { 0 };
+        }
+    }
+
+    /// Whether a token that begins so should not come next.
+    fn avoids(&self, first: u8) -> bool {
+        match first {
+            b'0'..=b'9' => self.run >= DIGIT_LIMIT,
+            b'e' | b'E' => self.run > 0,
+            _ => false,
+        }
+    }
+}
+
 enum Phase {
     Text,
-    Call(Box<Matcher>),
+    Call(Box<Matcher>, Digits),
     /// Behind a call. `newline`: its line has been ended, so another call can follow.
     After {
         newline: bool,
@@ -248,7 +286,7 @@ impl Mask for CallMask {
             return tokens;
         }
         match &mut self.phase {
-            Phase::Call(matcher) => matcher.compute_ff_tokens(),
+            Phase::Call(matcher, _) => matcher.compute_ff_tokens(),
             _ => Vec::new(),
         }
     }
@@ -272,8 +310,16 @@ impl Mask for CallMask {
                     forbid(logits, id);
                 }
             }
-            Phase::Call(matcher) => {
-                let mask = matcher.compute_mask().map_err(|e| format!("the grammar of the call: {e}"))?;
+            Phase::Call(matcher, digits) => {
+                let mut mask = matcher.compute_mask().map_err(|e| format!("the grammar of the call: {e}"))?;
+                if digits.run > 0 {
+                    let first =
+                        |id: u32| self.grammars.tokenizer().token_bytes(id).first().copied().unwrap_or_default();
+                    let avoided: Vec<u32> = mask.iter().filter(|&id| digits.avoids(first(id))).collect();
+                    if avoided.len() < mask.num_set() {
+                        avoided.into_iter().for_each(|id| mask.disallow_token(id));
+                    }
+                }
                 for (chunk, &word) in logits.chunks_mut(32).zip(mask.as_slice()) {
                     if word == u32::MAX {
                         continue;
@@ -317,7 +363,7 @@ impl Mask for CallMask {
         }
         self.ids.push(token);
         let at = self.ids.len() - 1;
-        if token == ids.tool_call && !matches!(self.phase, Phase::Call(_)) {
+        if token == ids.tool_call && !matches!(self.phase, Phase::Call(..)) {
             if !self.may_call {
                 return Err("a call began where calls are forbidden".into());
             }
@@ -326,7 +372,7 @@ impl Mask for CallMask {
                 Some(matcher) => matcher,
                 None => self.open()?,
             };
-            self.phase = Phase::Call(matcher);
+            self.phase = Phase::Call(matcher, Digits::default());
             return Ok(Verdict::Continue);
         }
         match &mut self.phase {
@@ -340,7 +386,8 @@ impl Mask for CallMask {
                     _ => Ok(Verdict::Continue),
                 }
             }
-            Phase::Call(matcher) => {
+            Phase::Call(matcher, digits) => {
+                digits.push(self.grammars.tokenizer().token_bytes(token));
                 matcher.consume_token(token).map_err(|e| format!("the grammar of the call: {e}"))?;
                 if !matcher.is_stopped() {
                     return Ok(Verdict::Continue);

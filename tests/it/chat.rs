@@ -127,6 +127,13 @@ fn is_control(tokenizer: &Tokenizer, id: u32) -> bool {
     tokenizer.controls().iter().any(|(_, c)| *c == id)
 }
 
+/// The same cases every time; nothing is written beside the sources.
+fn runner(cases: u32) -> proptest::test_runner::TestRunner {
+    let config = proptest::test_runner::Config { cases, failure_persistence: None, ..Default::default() };
+    let rng = proptest::test_runner::TestRng::deterministic_rng(config.rng_algorithm);
+    proptest::test_runner::TestRunner::new_with_rng(config, rng)
+}
+
 // ---- tokenizer ----
 
 #[test]
@@ -186,7 +193,6 @@ fn ids_equal_those_of_the_tokenizers_crate_and_of_tokenizer_json() {
     let from_json = Tokenizer::from_json(&file.to_string()).unwrap();
     assert_eq!(from_json.vocab_size(), kit.tokenizer.vocab_size());
 
-    let mut runner = proptest::test_runner::TestRunner::deterministic();
     let piece = prop_oneof![
         "\\PC{0,12}",
         "[a-zA-Z'_ ]{0,20}",
@@ -197,7 +203,7 @@ fn ids_equal_those_of_the_tokenizers_crate_and_of_tokenizer_json() {
         "(a|ab|x){0,60}",
     ];
     let texts = proptest::collection::vec(piece, 0..6).prop_map(|p| p.concat());
-    runner
+    runner(256)
         .run(&texts, |text| {
             let want = oracle.encode_fast(text.as_str(), false).unwrap().get_ids().to_vec();
             prop_assert_eq!(kit.tokenizer.encode_text(&text), &want[..], "{:?}", &text);
@@ -474,8 +480,7 @@ fn prompts_only_grow() {
         let ids = proptest::collection::vec(0u32..kit.tokenizer.vocab_size() as u32 - 30, 0..12);
         let step = (word.clone(), ids, proptest::bool::ANY, word.clone(), proptest::option::of(word));
         let strategy = (proptest::collection::vec(step, 1..5), proptest::bool::ANY);
-        let mut runner = proptest::test_runner::TestRunner::deterministic();
-        runner
+        runner(256)
             .run(&strategy, |(steps, system)| {
                 let tools =
                     [ToolSpec { name: "f".into(), description: "bản".into(), parameters: json!({"type": "object"}) }];

@@ -370,7 +370,8 @@ fn a_forbidden_call_is_led_away_from() {
 fn schemas_are_checked_one_by_one() {
     let kit = tiny();
     let object = |properties: Value| json!({"type": "object", "properties": properties});
-    let cases: Vec<(&str, Value, Result<Vec<&str>, &str>)> = vec![
+    type Case<'a> = (&'a str, Value, Result<Vec<&'a str>, &'a str>);
+    let cases: Vec<Case> = vec![
         ("plain", object(json!({"a": {"type": "string"}})), Ok(vec![])),
         ("empty", json!({}), Ok(vec![])),
         ("null", Value::Null, Ok(vec![])),
@@ -490,6 +491,17 @@ fn schema(depth: u32) -> BoxedStrategy<Value> {
         Just(json!({"enum": ["Hà Nội", "Huế", "thành phố Hồ Chí Minh", "東京"]})),
         Just(json!({"enum": ["a", 1, null, true]})),
         Just(json!({"const": "đúng"})),
+        Just(json!({"type": "string", "format": "date-time"})),
+        Just(json!({"type": "integer", "multipleOf": 5, "minimum": 10})),
+        Just(json!({"type": "number", "minimum": -1.5, "maximum": 2.25})),
+        Just(json!({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": false})),
+        Just(json!({"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 3})),
+        Just(
+            json!({"type": "object", "patternProperties": {"^x_": {"type": "boolean"}}, "additionalProperties": false})
+        ),
+        Just(json!({"allOf": [{"type": "integer"}, {"minimum": 3}]})),
+        Just(json!({"oneOf": [{"type": "string", "pattern": "^a"}, {"type": "integer"}]})),
+        Just(json!({})),
         Just(json!({"type": ["string", "null"]})),
         Just(json!({"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}]})),
     ];
@@ -530,11 +542,8 @@ fn any_logits_make_a_valid_call() {
                 if bytes.contains(&b'"') { 3.0 } else { f32::from(bytes.iter().any(|b| matches!(b, b'}' | b']'))) }
             })
             .collect();
-        let config = proptest::test_runner::Config { cases, ..Default::default() };
-        let rng = proptest::test_runner::TestRng::deterministic_rng(config.rng_algorithm);
-        let mut runner = proptest::test_runner::TestRunner::new_with_rng(config, rng);
         let strategy = (proptest::collection::vec(object(2), 1..names.len()), 1u64..u64::MAX);
-        runner
+        runner(cases)
             .run(&strategy, |(schemas, mut seed)| {
                 let tools: Vec<ToolSpec> = schemas.iter().zip(names).map(|(s, name)| tool(name, s.clone())).collect();
                 let grammar = kit.grammars.compile(&tools);
