@@ -112,10 +112,18 @@ pub struct Rules {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// `by`: the rules or the mode that allowed it, for the log.
-    Allow { by: String },
+    Allow {
+        by: String,
+    },
     /// `would_allow`: rules that together would allow it; empty when none can.
-    Ask { why: String, would_allow: Vec<String> },
-    Deny { why: String, would_allow: Vec<String> },
+    Ask {
+        why: String,
+        would_allow: Vec<String>,
+    },
+    Deny {
+        why: String,
+        would_allow: Vec<String>,
+    },
 }
 
 /// Why one access is not allowed.
@@ -126,8 +134,22 @@ struct Objection {
 
 const GUARDED_FOLDERS: [&str; 5] = [".git", ".cob", ".claude", ".vscode", ".idea"];
 const GUARDED_FILES: [&str; 16] = [
-    ".mcp.json", ".gitconfig", ".gitmodules", ".bashrc", ".bash_profile", ".bash_login", ".bash_logout", ".profile",
-    ".zshrc", ".zshenv", ".zprofile", ".zlogin", ".zlogout", ".envrc", ".ripgreprc", ".npmrc",
+    ".mcp.json",
+    ".gitconfig",
+    ".gitmodules",
+    ".bashrc",
+    ".bash_profile",
+    ".bash_login",
+    ".bash_logout",
+    ".profile",
+    ".zshrc",
+    ".zshenv",
+    ".zprofile",
+    ".zlogin",
+    ".zlogout",
+    ".envrc",
+    ".ripgreprc",
+    ".npmrc",
 ];
 
 impl Rules {
@@ -238,10 +260,8 @@ impl Rules {
     }
 
     fn judge_line(&self, tool: &str, access: &Access, line: &str) -> Result<String, Objection> {
-        if let Some(rule) = self
-            .allow
-            .iter()
-            .find(|rule| rule.allows_everything(tool, access) || rule.is_line(tool, access, line))
+        if let Some(rule) =
+            self.allow.iter().find(|rule| rule.allows_everything(tool, access) || rule.is_line(tool, access, line))
         {
             return Ok(format!("rule {}", rule.text));
         }
@@ -301,7 +321,9 @@ pub fn refusal(why: &str, would_allow: &[String]) -> String {
             format!(" The user can allow it with {}.", flags.join(" "))
         }
     };
-    format!("Not allowed: {why}.{allow} Do not try this call again or another way to the same end; do what is possible without it, or say what you need.")
+    format!(
+        "Not allowed: {why}.{allow} Do not try this call again or another way to the same end; do what is possible without it, or say what you need."
+    )
 }
 
 /// For a POSIX shell.

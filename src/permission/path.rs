@@ -42,7 +42,9 @@ pub fn resolve(path: &Path) -> io::Result<PathBuf> {
                     Ok(found) if found.is_symlink() => Some(next.read_link()?),
                     Ok(_) => None,
                     // `NotADirectory`: a file where a folder should be; whoever opens the path is told so.
-                    Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => None,
+                    Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                        None
+                    }
                     Err(error) => return Err(error),
                 };
                 let Some(target) = target else {

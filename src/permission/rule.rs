@@ -91,7 +91,8 @@ impl Rule {
             Access::Run(_) => "Bash",
             Access::Network(_) => "WebFetch",
         };
-        self.tool == by_kind || self.tool == tool
+        let kind = ["Read", "Edit", "Bash", "WebFetch"].contains(&self.tool.as_str());
+        if kind { self.tool == by_kind } else { self.tool == tool }
     }
 
     /// `path`: resolved. `guarded`: the name in it that keeps a rule from matching unless the rule spells it.
@@ -134,7 +135,8 @@ impl Rule {
     }
 
     pub(super) fn allows_host(&self, tool: &str, access: &Access, host: &str) -> bool {
-        self.concerns(tool, access) && matches!(&self.what, What::Domain(domain) if domain == &host.to_ascii_lowercase())
+        self.concerns(tool, access)
+            && matches!(&self.what, What::Domain(domain) if domain == &host.to_ascii_lowercase())
     }
 }
 
@@ -159,6 +161,7 @@ impl Pattern {
             (bases.workspace.clone(), text.to_string())
         };
         let mut builder = GitignoreBuilder::new(&base);
+        builder.allow_unclosed_class(false);
         builder.add_line(None, &glob).map_err(|error| format!("has no valid pattern: {error}"))?;
         let glob = builder.build().map_err(|error| format!("has no valid pattern: {error}"))?;
         if glob.num_ignores() != 1 {

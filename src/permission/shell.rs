@@ -162,8 +162,8 @@ fn wildcard(pattern: &str, text: &str) -> bool {
 /// The narrowest rule a person would write to allow this simple command.
 pub(super) fn rule_for(simple: &str) -> String {
     const WORDS_OF_THE_SHELL: [&str; 18] = [
-        "if", "then", "else", "elif", "fi", "for", "while", "until", "do", "done", "case", "esac", "select", "function",
-        "time", "coproc", "in", "eval",
+        "if", "then", "else", "elif", "fi", "for", "while", "until", "do", "done", "case", "esac", "select",
+        "function", "time", "coproc", "in", "eval",
     ];
     let word = simple.split(' ').next().unwrap_or_default();
     let plain = |char: char| char.is_alphanumeric() || matches!(char, '_' | '-' | '.' | '/' | '+');
@@ -217,12 +217,44 @@ mod tests {
     #[test]
     fn what_could_hide_a_command_is_opaque() {
         for line in [
-            "echo $(id)", "echo `id`", "echo \"$(id)\"", "echo \"`id`\"", "echo ${x:-$(id)}", "echo \"${x@P}\"",
-            "echo $((1+1))", "echo $[1]", "echo $'\\n'", "echo $\"x\"", "(id)", "f() { id; }", "diff <(id) b", "a >(b)",
-            "echo a > f", "echo a >> f", "cat < f", "cat << E\nid\nE", "cat <<< x", "a &> f", "a >& f", "a >&1x",
-            "a >/dev/nullx", "a >/dev/null/../x", "a 2>&1>f", "echo 'a", "echo \"a", "echo \\", "git status # x",
-            "git status # don't\nid\n# '", "#x", "case x in y) id;; esac", "a\u{0}b", "a\rb", "a\u{1b}b",
-            "test -v 'a[$(id)]'", "test -v 'a[`id`]'", "echo \"\\\\$(id)\"",
+            "echo $(id)",
+            "echo `id`",
+            "echo \"$(id)\"",
+            "echo \"`id`\"",
+            "echo ${x:-$(id)}",
+            "echo \"${x@P}\"",
+            "echo $((1+1))",
+            "echo $[1]",
+            "echo $'\\n'",
+            "echo $\"x\"",
+            "(id)",
+            "f() { id; }",
+            "diff <(id) b",
+            "a >(b)",
+            "echo a > f",
+            "echo a >> f",
+            "cat < f",
+            "cat << E\nid\nE",
+            "cat <<< x",
+            "a &> f",
+            "a >& f",
+            "a >&1x",
+            "a >/dev/nullx",
+            "a >/dev/null/../x",
+            "a 2>&1>f",
+            "echo 'a",
+            "echo \"a",
+            "echo \\",
+            "git status # x",
+            "git status # don't\nid\n# '",
+            "#x",
+            "case x in y) id;; esac",
+            "a\u{0}b",
+            "a\rb",
+            "a\u{1b}b",
+            "test -v 'a[$(id)]'",
+            "test -v 'a[`id`]'",
+            "echo \"\\\\$(id)\"",
         ] {
             assert!(simple_commands(line).is_err(), "{line:?} {:?}", simple_commands(line));
         }

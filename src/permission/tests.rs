@@ -41,22 +41,50 @@ fn paths_are_judged_where_they_lead() {
     let place = Place::new();
     // mode, rules, tool, reads allowed, writes allowed, neither allowed
     type Row<'a> = (Mode, &'a [&'a str], &'a str, &'a [&'a str], &'a [&'a str]);
-    let escapes = ["link/secret", "file-link", "dangling", "../out/secret", "src/../../out/secret", "link/../x", "/etc/passwd"];
+    let escapes =
+        ["link/secret", "file-link", "dangling", "../out/secret", "src/../../out/secret", "link/../x", "/etc/passwd"];
     let rows: [Row; 16] = [
         (Mode::Default, &[], "Edit", &[], &["src/a.rs", "new.txt", "."]),
         (Mode::DontAsk, &[], "Edit", &[], &["src/a.rs"]),
-        (Mode::AcceptEdits, &[], "Write", &["src/a.rs", "new/deeper.txt", "inner/a.rs", "ảnh/à.png", "link/../w/a"], &[".git/hooks/pre-commit", "plain/config", ".mcp.json", ".claude/settings.json", ".cob/x", ".bashrc", "sub/.GIT/x", "src/.envrc"]),
+        (
+            Mode::AcceptEdits,
+            &[],
+            "Write",
+            &["src/a.rs", "new/deeper.txt", "inner/a.rs", "ảnh/à.png", "link/../w/a"],
+            &[
+                ".git/hooks/pre-commit",
+                "plain/config",
+                ".mcp.json",
+                ".claude/settings.json",
+                ".cob/x",
+                ".bashrc",
+                "sub/.GIT/x",
+                "src/.envrc",
+            ],
+        ),
         (Mode::Plan, &["Edit", "Edit(//**)"], "Edit", &[], &["src/a.rs"]),
         (Mode::Default, &["Edit"], "Edit", &["src/a.rs", "new.txt"], &[".git/config", "plain/config"]),
         (Mode::Default, &["Edit"], "Write", &["src/a.rs"], &[]),
         (Mode::Default, &["Write"], "Write", &["src/a.rs"], &[".git/config"]),
         (Mode::Default, &["Write"], "Edit", &[], &["src/a.rs"]),
-        (Mode::Default, &["Edit(src/**)"], "Edit", &["src/a.rs", "src/deep/b", "inner/a.rs"], &["a.rs", "src", "x/src/a.rs"]),
+        (
+            Mode::Default,
+            &["Edit(src/**)"],
+            "Edit",
+            &["src/a.rs", "src/deep/b", "inner/a.rs"],
+            &["a.rs", "src", "x/src/a.rs"],
+        ),
         (Mode::Default, &["Edit(src)"], "Edit", &["src/a.rs", "x/src/a.rs"], &["srcs/a"]),
         (Mode::Default, &["Edit(/src/)", "Edit(./x.md)"], "Edit", &["src/a.rs", "x.md"], &["x/src/a.rs", "y/x.md"]),
         (Mode::Default, &["Edit(*.md)"], "Edit", &["a.md", "src/deep/b.md"], &["a.mdx", "link/a.md"]),
         (Mode::Default, &["Edit(**)"], "Edit", &["a", "src/b"], &[".git/config", ".bashrc"]),
-        (Mode::Default, &["Edit(.git/**)", "Edit(.bashrc)"], "Edit", &[".git/config", "plain/config", ".bashrc"], &["a"]),
+        (
+            Mode::Default,
+            &["Edit(.git/**)", "Edit(.bashrc)"],
+            "Edit",
+            &[".git/config", "plain/config", ".bashrc"],
+            &["a"],
+        ),
         (Mode::Default, &["Read"], "Edit", &[], &["a"]),
         (Mode::Default, &["Bash"], "Edit", &[], &["a"]),
     ];
@@ -65,8 +93,7 @@ fn paths_are_judged_where_they_lead() {
             assert!(place.allowed(mode, rules, tool, Access::Write(path.into())), "{mode} {rules:?} {tool} {path}");
         }
         for path in no.iter().chain(&escapes) {
-            let outside = rules.contains(&"Edit(//**)");
-            assert!(!place.allowed(mode, rules, tool, Access::Write(path.into())) , "{mode} {rules:?} {tool} {path} {outside}");
+            assert!(!place.allowed(mode, rules, tool, Access::Write(path.into())), "{mode} {rules:?} {tool} {path}");
         }
     }
     for mode in [Mode::Default, Mode::AcceptEdits, Mode::Plan, Mode::DontAsk] {
@@ -115,10 +142,25 @@ fn commands_are_allowed_when_every_part_is() {
             &["Bash(git *)"],
             &["git", "git status", "git add . && git commit -m 'x; y'", "git log 2>&1", "git\tstatus", " git status "],
             &[
-                "gitk", "git status; rm x", "git status && ls", "git status | sh", "git status & rm x",
-                "git status\nrm x", "git $(rm x)", "git `rm x`", "git log > f", "git log < f", "git diff <(rm x)",
-                "FOO=1 git status", "sudo git status", "(git status)", "git status # '\nrm x\n# '", "/bin/git status",
-                "if git status; then rm x; fi", "", " ; ",
+                "gitk",
+                "git status; rm x",
+                "git status && ls",
+                "git status | sh",
+                "git status & rm x",
+                "git status\nrm x",
+                "git $(rm x)",
+                "git `rm x`",
+                "git log > f",
+                "git log < f",
+                "git diff <(rm x)",
+                "FOO=1 git status",
+                "sudo git status",
+                "(git status)",
+                "git status # '\nrm x\n# '",
+                "/bin/git status",
+                "if git status; then rm x; fi",
+                "",
+                " ; ",
             ],
         ),
         (&["Bash(git:*)"], &["git status"], &["gitk"]),
@@ -147,8 +189,18 @@ fn other_tools_and_hosts() {
     assert!(place.allowed(Mode::Default, &["Deploy"], "Deploy", outside.clone()));
     assert!(!place.allowed(Mode::Default, &["Deploy"], "Destroy", outside));
     assert!(place.allowed(Mode::Default, &["Deploy"], "Deploy", Access::Run("x > y".into())));
-    assert!(place.allowed(Mode::Default, &["WebFetch(domain:Example.org)"], "Any", Access::Network("example.org".into())));
-    assert!(!place.allowed(Mode::Default, &["WebFetch(domain:example.org)"], "Any", Access::Network("b.example.org".into())));
+    assert!(place.allowed(
+        Mode::Default,
+        &["WebFetch(domain:Example.org)"],
+        "Any",
+        Access::Network("example.org".into())
+    ));
+    assert!(!place.allowed(
+        Mode::Default,
+        &["WebFetch(domain:example.org)"],
+        "Any",
+        Access::Network("b.example.org".into())
+    ));
     let rules = place.rules(Mode::Default, &[]);
     assert_eq!(rules.decide("Think", &[]), Decision::Allow { by: "it touches nothing".into() });
 }
@@ -206,7 +258,11 @@ async fn a_refusal_says_what_would_allow_it() {
         ("Write", Access::Write("link/it's [1].md".into()), format!("--allow 'Edit(/{out}/it'\\''s \\[1\\].md)'.")),
         ("Read", Access::Read("file-link".into()), format!("--allow 'Read(/{out}/secret)'.")),
         ("Bash", Access::Run("git status".into()), "--allow 'Bash(git *)'.".to_string()),
-        ("Bash", Access::Run("FOO='a b' git status".into()), "--allow 'Bash(FOO='\\''a b'\\'' git status)'.".to_string()),
+        (
+            "Bash",
+            Access::Run("FOO='a b' git status".into()),
+            "--allow 'Bash(FOO='\\''a b'\\'' git status)'.".to_string(),
+        ),
         ("Bash", Access::Run("ls > f".into()), "--allow Bash.".to_string()),
         ("Fetch", Access::Network("example.org".into()), "--allow 'WebFetch(domain:example.org)'.".to_string()),
     ] {
