@@ -268,7 +268,8 @@ async fn a_refusal_says_what_would_allow_it() {
     ] {
         let rules = place.rules(Mode::Default, &[]);
         let permissions = Permissions::new(rules, Arc::new(Headless));
-        let Settled::Refused { would_allow, text, .. } = permissions.settle(tool, &[access.clone()]).await else {
+        let Settled::Refused { would_allow, text, .. } = permissions.settle(tool, std::slice::from_ref(&access)).await
+        else {
             panic!("{access:?} was allowed");
         };
         assert!(text.contains(&format!("The user can allow it with {advice}")), "{text}");
