@@ -264,6 +264,9 @@ async fn a_refusal_says_what_would_allow_it() {
             "--allow 'Bash(FOO='\\''a b'\\'' git status)'.".to_string(),
         ),
         ("Bash", Access::Run("ls > f".into()), "--allow Bash.".to_string()),
+        ("Bash", Access::Run("ls; wc x | ls".into()), "--allow 'Bash(ls *)' --allow 'Bash(wc *)'.".to_string()),
+        ("Bash", Access::Run("python3 x.py".into()), "--allow 'Bash(python3 x.py)'.".to_string()),
+        ("Bash", Access::Run("ls; rm *".into()), "--allow Bash.".to_string()),
         ("Fetch", Access::Network("example.org".into()), "--allow 'WebFetch(domain:example.org)'.".to_string()),
     ] {
         let rules = place.rules(Mode::Default, &[]);
