@@ -7,7 +7,7 @@
 //! * [`chat`]: Qwen's wire format: tokenizer, template, grammar, parser. Messages ↔ token ids.
 //! * `hub`: model files on disk: manifests, pull, verify.
 //! * [`permission`]: what a call touches, the rules, one decision.
-//! * `process`: the one place that starts a child.
+//! * [`process`]: the one place that starts a child.
 //! * [`tools`]: the trait, the registry, one file a tool.
 //! * `session`: the append-only log and its readers.
 //! * `agent`: the loop, one turn, one tool call, limits.
@@ -18,4 +18,5 @@ pub mod engine;
 pub mod message;
 pub mod model;
 pub mod permission;
+pub mod process;
 pub mod tools;
