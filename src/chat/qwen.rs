@@ -56,9 +56,9 @@ impl ChatFormat {
             let missing = |key: &str| format!("{}: the file has no {key}; it cannot be used for a chat", path.display());
             let strings = |key: &str| file.strings(key).ok_or_else(|| missing(key));
             let tokenizer = Tokenizer::from_vocab(
-                strings("tokenizer.ggml.tokens")?,
-                strings("tokenizer.ggml.merges")?,
-                file.i32s("tokenizer.ggml.token_type").ok_or_else(|| missing("tokenizer.ggml.token_type"))?,
+                &strings("tokenizer.ggml.tokens")?,
+                &strings("tokenizer.ggml.merges")?,
+                &file.i32s("tokenizer.ggml.token_type").ok_or_else(|| missing("tokenizer.ggml.token_type"))?,
                 file.str("tokenizer.ggml.pre").ok_or_else(|| missing("tokenizer.ggml.pre"))?,
             );
             let tokenizer = Arc::new(tokenizer.map_err(|e| text(&e))?);
@@ -71,19 +71,9 @@ impl ChatFormat {
         Ok(ChatFormat { template, grammars })
     }
 
-    /// The tools of a list that can be offered, their grammar, and what must be said about the list.
-    fn offer(&self, tools: &[ToolSpec]) -> (Vec<ToolSpec>, Arc<super::grammar::CallGrammar>, Vec<String>) {
-        let grammar = self.grammars.compile(tools);
-        let mut notes = grammar.notes().to_vec();
-        notes.extend(grammar.refused().iter().map(|r| format!("the tool `{}` is not offered: {}", r.name, r.why)));
-        let names = grammar.names();
-        let offered = tools.iter().filter(|tool| names.contains(&tool.name.as_str())).cloned().collect();
-        (offered, grammar, notes)
-    }
-
     /// The prompt of a conversation, exactly as the model gets it.
     pub fn prompt(&self, messages: &[Message], tools: &[ToolSpec]) -> Result<Prompt, String> {
-        self.template.render(messages, &self.offer(tools).0, true).map_err(|e| e.to_string())
+        self.template.render(messages, self.grammars.compile(tools).specs(), true).map_err(|e| e.to_string())
     }
 }
 
@@ -127,14 +117,17 @@ impl LanguageModel for Qwen {
         request: CompletionRequest,
         sink: &mut (dyn FnMut(Delta) + Send),
     ) -> Result<Completion, ModelError> {
-        let (tools, grammar, notes) = self.format.offer(&request.tools);
-        if !tools.is_empty() {
+        let grammar = self.format.grammars.compile(&request.tools);
+        let mut notes = grammar.notes().to_vec();
+        notes.extend(grammar.refused().iter().map(|r| format!("the tool `{}` is not offered: {}", r.name, r.why)));
+        if !grammar.specs().is_empty() {
             // The token trie is built beside the prefill.
             let grammars = self.format.grammars.clone();
             std::thread::spawn(move || grammars.warm());
         }
         let prompt =
-            self.format.template.render(&request.messages, &tools, true).map_err(|e| ModelError::Failed(e.to_string()))?;
+            self.format.template.render(&request.messages, grammar.specs(), true);
+        let prompt = prompt.map_err(|e| ModelError::Failed(e.to_string()))?;
         let mask = CallMask::new(self.format.grammars.clone(), grammar, request.tool_choice, request.rescue)
             .map_err(ModelError::Refused)?;
         let mut view = mask.view();
