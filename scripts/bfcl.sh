@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Tool calling on a folder of files in BFCL's form.
+#
+#   scripts/bfcl.sh DIR [--model ID|FILE] [--json] [--out FILE] [--only STEM,…] [--limit N] [--no-rescue]
+#
+# Rates: schema-valid over emitted calls; called, right tool, right (tool and arguments) over cases. No tool is run.
+set -euo pipefail
+[ $# -ge 1 ] || { sed -n '2,6p' "$0" >&2; exit 2; }
+dir=$(realpath "$1"); shift
+model=qwen2.5-coder-1.5b-instruct-q4_k_m args=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --model) if [ -e "$2" ]; then model=$(realpath "$2"); else model=$2; fi; shift 2 ;;
+    --out) args+=(--out "$(realpath -m "$2")"); shift 2 ;;
+    *) args+=("$1"); shift ;;
+  esac
+done
+cd "$(dirname "$0")/.."
+cargo build --release --quiet --bin cob --example bfcl
+[ -e "$model" ] || model=$(./target/release/cob model path "$model")
+exec ./target/release/examples/bfcl "$dir" --model "$model" ${args[@]+"${args[@]}"}
