@@ -9,13 +9,16 @@
 //! * [`permission`]: what a call touches, the rules, one decision.
 //! * [`process`]: the one place that starts a child.
 //! * [`tools`]: the trait, the registry, one file a tool.
-//! * `session`: the append-only log and its readers.
+//! * [`session`]: the append-only log and its readers.
+//! * [`context`]: events → messages.
 //! * `agent`: the loop, one turn, one tool call, limits.
 //! * `cli`: the front end.
 
 pub mod chat;
+pub mod context;
 pub mod engine;
 pub mod message;
 pub mod permission;
 pub mod process;
+pub mod session;
 pub mod tools;
