@@ -11,9 +11,10 @@
 //! * [`tools`]: the trait, the registry, one file a tool.
 //! * [`session`]: the append-only log and its readers.
 //! * [`context`]: events → messages.
-//! * `agent`: the loop, one turn, one tool call, limits.
+//! * [`agent`]: the loop, one turn, one tool call, limits.
 //! * `cli`: the front end.
 
+pub mod agent;
 pub mod chat;
 pub mod context;
 pub mod engine;
