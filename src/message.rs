@@ -162,3 +162,56 @@ impl Default for Sampling {
         Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 }
     }
 }
+
+/// JSON with the keys of every object sorted: equal values give equal text. `serde_json` keeps keys in the order in
+/// which they came here, so two calls with the same arguments need not print alike.
+pub fn json_canonical(value: &Value) -> String {
+    fn write(value: &Value, text: &mut String) {
+        match value {
+            Value::Object(object) => {
+                let mut entries: Vec<_> = object.iter().collect();
+                entries.sort_by_key(|(key, _)| *key);
+                text.push('{');
+                for (at, (key, value)) in entries.into_iter().enumerate() {
+                    if at > 0 {
+                        text.push(',');
+                    }
+                    text.push_str(&Value::from(key.as_str()).to_string());
+                    text.push(':');
+                    write(value, text);
+                }
+                text.push('}');
+            }
+            Value::Array(items) => {
+                text.push('[');
+                for (at, value) in items.iter().enumerate() {
+                    if at > 0 {
+                        text.push(',');
+                    }
+                    write(value, text);
+                }
+                text.push(']');
+            }
+            scalar => text.push_str(&scalar.to_string()),
+        }
+    }
+    let mut text = String::new();
+    write(value, &mut text);
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn canonical_json_forgets_the_order_of_keys_only() {
+        let a = json!({"b": [1, {"y": null, "x": "ộ\n"}], "a": 1.5});
+        let b: Value = serde_json::from_str(r#"{"a":1.5,"b":[1,{"x":"ộ\n","y":null}]}"#).unwrap();
+        assert_eq!(json_canonical(&a), json_canonical(&b));
+        assert_eq!(serde_json::from_str::<Value>(&json_canonical(&a)).unwrap(), a);
+        assert_ne!(json_canonical(&json!([1, 2])), json_canonical(&json!([2, 1])));
+        assert_ne!(json_canonical(&json!({"a": 1})), json_canonical(&json!({"a": "1"})));
+    }
+}

@@ -1,6 +1,22 @@
 //! What the model can do: the trait, the registry, one file a tool.
+//!
+//! The built-in tools carry Claude Code's names and argument names, so that rules, hooks and skills written for it fit.
+//! Each has few arguments and a short description: every token of them is prefilled in every session.
+
+mod bash;
+mod edit;
+mod files;
+mod glob;
+mod grep;
+mod ls;
+mod read;
+mod schema;
+mod text;
+mod walk;
+mod write;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -9,6 +25,9 @@ use tokio_util::sync::CancellationToken;
 
 use crate::message::ToolSpec;
 use crate::permission::Access;
+
+pub use files::{FileViews, Fingerprint, Seen};
+pub use schema::{spec_of, validate};
 
 /// Something that the model can call. Expected failures are data (`ToolOutput::error`), never `Err`: the model can
 /// act on them.
@@ -35,14 +54,10 @@ pub struct ToolContext {
     pub cancel: CancellationToken,
     pub timeout: Duration,
     /// What the files looked like when the model last read or wrote them: `Edit` and `Write` refuse stale ones.
-    pub files: std::sync::Arc<FileViews>,
+    pub files: Arc<FileViews>,
     /// The bound on a result, in bytes of text; what is cut is said in the text.
     pub output_bytes_max: usize,
 }
-
-/// Path → what the model last saw of it.
-#[derive(Default)]
-pub struct FileViews {}
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ToolOutput {
@@ -57,4 +72,105 @@ impl ToolOutput {
     pub fn error(text: impl Into<String>) -> Self {
         ToolOutput { text: text.into(), is_error: true }
     }
+
+    /// `Err` is the text of an error result.
+    fn from_result(result: Result<String, String>, bytes_max: usize) -> Self {
+        match result {
+            Ok(text) => ToolOutput::ok(text::bounded(text, bytes_max)),
+            Err(text) => ToolOutput::error(text::bounded(text, bytes_max)),
+        }
+    }
 }
+
+/// The tools of a run, in the order in which the model is told of them. Names are unique.
+#[derive(Clone, Default)]
+pub struct Tools {
+    tools: Vec<Arc<dyn Tool>>,
+}
+
+impl Tools {
+    pub fn new() -> Self {
+        Tools::default()
+    }
+
+    /// The built-in tools, or those of them that are named. Their order is always the same, so that a prompt does not
+    /// change with the order of the names. `Err` names the unknown ones and lists the known.
+    pub fn builtin(names: Option<&[String]>) -> Result<Self, String> {
+        let all: [Arc<dyn Tool>; 7] = [
+            Arc::new(read::Read::new()),
+            Arc::new(write::Write::new()),
+            Arc::new(edit::Edit::new()),
+            Arc::new(ls::Ls::new()),
+            Arc::new(glob::Glob::new()),
+            Arc::new(grep::Grep::new()),
+            Arc::new(bash::Bash::new()),
+        ];
+        let Some(names) = names else { return Ok(Tools { tools: all.to_vec() }) };
+        let known: Vec<&str> = all.iter().map(|tool| tool.spec().name.as_str()).collect();
+        let unknown: Vec<&str> = names.iter().map(String::as_str).filter(|name| !known.contains(name)).collect();
+        if !unknown.is_empty() {
+            return Err(format!("there is no built-in tool {}; there are {}", unknown.join(", "), known.join(", ")));
+        }
+        let named = |tool: &Arc<dyn Tool>| names.contains(&tool.spec().name);
+        Ok(Tools { tools: all.iter().filter(|tool| named(tool)).cloned().collect() })
+    }
+
+    /// Adds a tool at the end. `Err` when its name is taken.
+    pub fn add(&mut self, tool: Arc<dyn Tool>) -> Result<(), String> {
+        let name = &tool.spec().name;
+        if self.get(name).is_some() {
+            return Err(format!("there are two tools of the name {name}"));
+        }
+        self.tools.push(tool);
+        Ok(())
+    }
+
+    pub fn get(&self, name: &str) -> Option<&Arc<dyn Tool>> {
+        self.tools.iter().find(|tool| tool.spec().name == name)
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Tool>> {
+        self.tools.iter()
+    }
+
+    pub fn names(&self) -> Vec<&str> {
+        self.tools.iter().map(|tool| tool.spec().name.as_str()).collect()
+    }
+
+    pub fn specs(&self) -> Vec<ToolSpec> {
+        self.tools.iter().map(|tool| tool.spec().clone()).collect()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.tools.is_empty()
+    }
+}
+
+/// Tells blocking work to end: the call was cancelled or its future dropped.
+#[derive(Clone)]
+struct Stop(CancellationToken);
+
+impl Stop {
+    const TEXT: &str = "Interrupted before it was finished.";
+
+    fn check(&self) -> Result<(), String> {
+        if self.0.is_cancelled() { Err(Stop::TEXT.into()) } else { Ok(()) }
+    }
+}
+
+/// Runs file work on a thread where it may block.
+async fn blocking(
+    context: &ToolContext,
+    work: impl FnOnce(&ToolContext, &Stop) -> Result<String, String> + Send + 'static,
+) -> ToolOutput {
+    let token = context.cancel.child_token();
+    let _ends_with_the_future = token.clone().drop_guard();
+    let context = context.clone();
+    let bytes_max = context.output_bytes_max;
+    let result = tokio::task::spawn_blocking(move || work(&context, &Stop(token))).await;
+    let result = result.unwrap_or_else(|error| Err(format!("The tool itself failed: {error}.")));
+    ToolOutput::from_result(result, bytes_max)
+}
+
+#[cfg(test)]
+mod tests;
