@@ -1,5 +1,12 @@
 //! Qwen's wire format: messages ↔ token ids.
 
+pub mod grammar;
+pub mod mask;
+pub mod rescue;
+pub mod scripted;
+pub mod template;
+pub mod tokenizer;
+
 use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 

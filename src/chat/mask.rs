@@ -1,0 +1,538 @@
+//! The constraint on one completion, and how its output is read.
+//!
+//! [`CallMask`] is what the engine asks; [`StreamView`] is what the consumer shows, fed with the same tokens and rewinds;
+//! [`parse`] reads a finished output. In the text phase everything but control tokens is allowed, which costs nothing; a
+//! call, native or rescued, is written inside its grammar.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use llguidance::Matcher;
+use serde_json::Value;
+
+use super::Delta;
+use super::grammar::{CallGrammar, Grammars, guarded};
+use super::rescue::{Scan, Scanner};
+use super::tokenizer::Utf8Stream;
+use crate::engine::{Mask, Verdict};
+use crate::message::{ToolCall, ToolChoice};
+
+/// How often a completion without calls is led away from a foreign call before it is left as text.
+const GUARD_LIMIT: usize = 8;
+
+/// The text of the text phase, with the byte at which each token ends. Bytes that are not UTF-8 are held as `?`, one for
+/// one, so that offsets stay those of the bytes.
+#[derive(Clone, Debug, Default)]
+struct Text {
+    text: String,
+    /// An incomplete character.
+    tail: Vec<u8>,
+    ends: Vec<usize>,
+}
+
+impl Text {
+    fn push(&mut self, bytes: &[u8]) {
+        self.tail.extend_from_slice(bytes);
+        let mut used = 0;
+        let total = self.tail.len();
+        for chunk in self.tail.utf8_chunks() {
+            self.text.push_str(chunk.valid());
+            used += chunk.valid().len();
+            let broken = chunk.invalid();
+            if broken.is_empty() {
+                continue;
+            }
+            if used + broken.len() == total && std::str::from_utf8(broken).is_err_and(|e| e.error_len().is_none()) {
+                break;
+            }
+            used += broken.len();
+            self.text.extend(broken.iter().map(|_| '?'));
+        }
+        self.tail.drain(..used);
+        self.ends.push(self.text.len() + self.tail.len());
+    }
+
+    /// Keeps the first `keep` tokens. `bytes_of` gives their bytes again.
+    fn truncate<'a>(&mut self, keep: usize, bytes_of: impl Fn(usize) -> &'a [u8]) {
+        // Cheap enough: it happens a few times a completion at most.
+        let mut shorter = Text::default();
+        for i in 0..keep.min(self.ends.len()) {
+            shorter.push(bytes_of(i));
+        }
+        *self = shorter;
+    }
+}
+
+enum Phase {
+    Text,
+    Call(Box<Matcher>),
+    /// Behind a call. `newline`: its line has been ended, so another call can follow.
+    After { newline: bool },
+}
+
+/// The constraint on one completion.
+pub struct CallMask {
+    grammars: Arc<Grammars>,
+    grammar: Arc<CallGrammar>,
+    choice: ToolChoice,
+    /// Whether text may turn into a call.
+    may_call: bool,
+    /// None: text stays text, whatever it looks like.
+    scanner: Option<Scanner>,
+    ids: Vec<u32>,
+    text: Text,
+    phase: Phase,
+    /// What must come next outside of a grammar.
+    queue: VecDeque<u32>,
+    /// The tool of the next call; `None`: any.
+    only: Option<String>,
+    /// A matcher whose first forced tokens were given out together with `<tool_call>`.
+    opened: Option<Box<Matcher>>,
+    /// By position: what led to a foreign call there while calls are forbidden.
+    banned: HashMap<usize, Vec<u32>>,
+    guarded: usize,
+    rescued: bool,
+    /// Where each call begins in `ids`.
+    starts: Vec<usize>,
+    newline: u32,
+}
+
+impl CallMask {
+    /// `rescue`: whether foreign calls become real ones (or, where calls are forbidden, are led away from).
+    ///
+    /// Errors: a named or required tool that is not offered or was refused.
+    pub fn new(
+        grammars: Arc<Grammars>,
+        grammar: Arc<CallGrammar>,
+        choice: ToolChoice,
+        rescue: bool,
+    ) -> Result<CallMask, String> {
+        let names = grammar.names();
+        let refused = |name: &str| grammar.refused().iter().find(|r| r.name == name).map(|r| r.why.clone());
+        let only = match &choice {
+            ToolChoice::Named(name) if !names.contains(&name.as_str()) => {
+                return Err(match refused(name) {
+                    Some(why) => format!("the tool `{name}` cannot be called: {why}"),
+                    None if names.is_empty() => format!("the tool `{name}` is not offered; no tool is"),
+                    None => format!("the tool `{name}` is not offered; offered are: {}", names.join(", ")),
+                });
+            }
+            ToolChoice::Named(name) => Some(name.clone()),
+            ToolChoice::Required if names.is_empty() => {
+                return Err("a call is required, but no tool that can be called is offered".into());
+            }
+            _ => None,
+        };
+        let may_call = choice != ToolChoice::None && !names.is_empty();
+        let scans = rescue && !names.is_empty() && matches!(choice, ToolChoice::Auto | ToolChoice::None);
+        let scanner = scans.then(|| Scanner::new(names.iter().map(|n| (*n).to_owned()).collect()));
+        let newline = grammars.tokenizer().encode_exact("\n").first().copied().unwrap_or_default();
+        let must_call = matches!(choice, ToolChoice::Required | ToolChoice::Named(_));
+        let queue = if must_call { VecDeque::from([grammars.ids.tool_call]) } else { VecDeque::new() };
+        Ok(CallMask {
+            grammars,
+            grammar,
+            choice,
+            may_call,
+            scanner,
+            ids: Vec::new(),
+            text: Text::default(),
+            phase: Phase::Text,
+            queue,
+            only,
+            opened: None,
+            banned: HashMap::new(),
+            guarded: 0,
+            rescued: false,
+            starts: Vec::new(),
+            newline,
+        })
+    }
+
+    /// The view that reads this mask's output. It must be made before the first token.
+    pub fn view(&self) -> StreamView {
+        StreamView {
+            grammars: self.grammars.clone(),
+            scanner: self.scanner.clone(),
+            ids: Vec::new(),
+            text: Text::default(),
+            emitted: 0,
+            open: None,
+            announced: false,
+            undecided: false,
+            rewound: false,
+            rescued: Vec::new(),
+        }
+    }
+
+    fn open(&self) -> Result<Box<Matcher>, String> {
+        guarded("opening a call", || self.grammars.matcher(&self.grammar, self.only.as_deref())).map(Box::new)
+    }
+
+    /// The first token that reaches behind `start`, and the bytes of it that stand before.
+    fn cut(&self, start: usize) -> (usize, Vec<u8>) {
+        let keep = self.text.ends.partition_point(|&end| end <= start);
+        let before = if keep == 0 { 0 } else { self.text.ends[keep - 1] };
+        (keep, self.text.text.as_bytes()[before..start].to_vec())
+    }
+
+    fn rewind(&mut self, keep: usize) {
+        self.ids.truncate(keep);
+        let (ids, tokenizer) = (&self.ids, self.grammars.tokenizer());
+        self.text.truncate(keep, |i| tokenizer.token_bytes(ids[i]));
+        self.banned.retain(|at, _| *at <= keep);
+        if let Some(scanner) = &mut self.scanner {
+            scanner.reset();
+        }
+    }
+
+    fn found(&mut self, start: usize, name: String) -> Verdict {
+        let (keep, before) = self.cut(start);
+        if self.choice == ToolChoice::None {
+            if self.guarded == GUARD_LIMIT {
+                if let Some(scanner) = &mut self.scanner {
+                    scanner.pass(&self.text.text);
+                }
+                return Verdict::Continue;
+            }
+            self.guarded += 1;
+            let began = self.ids[keep];
+            self.banned.entry(keep).or_default().push(began);
+            self.rewind(keep);
+            return Verdict::Rewind { keep };
+        }
+        self.rewind(keep);
+        // Text before a call ends its line, as in the trained format.
+        let before = String::from_utf8_lossy(&before).into_owned();
+        self.queue.extend(self.grammars.tokenizer().encode_exact(&before));
+        if start > 0 && !(format!("{}{before}", self.text.text)).ends_with('\n') {
+            self.queue.push_back(self.newline);
+        }
+        self.queue.push_back(self.grammars.ids.tool_call);
+        self.only = Some(name);
+        self.rescued = true;
+        Verdict::Rewind { keep }
+    }
+
+    /// The last two calls are the same: the model is going round in circles.
+    fn repeats(&self) -> bool {
+        let [.., a, b] = self.starts[..] else { return false };
+        let trim = |ids: &'_ [u32]| {
+            let end = ids.iter().rposition(|&id| id == self.grammars.ids.end_tool_call).map_or(ids.len(), |i| i + 1);
+            ids[..end].to_vec()
+        };
+        trim(&self.ids[a..b]) == trim(&self.ids[b..])
+    }
+}
+
+fn forbid(logits: &mut [f32], id: u32) {
+    if let Some(logit) = logits.get_mut(id as usize) {
+        *logit = f32::NEG_INFINITY;
+    }
+}
+
+/// Forbids everything but `ids`.
+fn allow_only(logits: &mut [f32], ids: impl IntoIterator<Item = u32>) {
+    let kept: Vec<(usize, f32)> =
+        ids.into_iter().filter_map(|id| logits.get(id as usize).map(|&logit| (id as usize, logit))).collect();
+    logits.fill(f32::NEG_INFINITY);
+    for (id, logit) in kept {
+        logits[id] = logit;
+    }
+}
+
+impl Mask for CallMask {
+    fn forced(&mut self) -> Vec<u32> {
+        if !self.queue.is_empty() {
+            let mut tokens: Vec<u32> = self.queue.iter().copied().collect();
+            // The beginning of a call is known too; one batch instead of two.
+            if tokens.last() == Some(&self.grammars.ids.tool_call)
+                && let Ok(mut matcher) = self.open()
+            {
+                tokens.extend(matcher.compute_ff_tokens());
+                self.opened = Some(matcher);
+            }
+            return tokens;
+        }
+        match &mut self.phase {
+            Phase::Call(matcher) => matcher.compute_ff_tokens(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn allow(&mut self, logits: &mut [f32]) -> Result<(), String> {
+        let ids = self.grammars.ids;
+        let repeats = self.repeats();
+        match &mut self.phase {
+            Phase::Text => {
+                let tokenizer = self.grammars.tokenizer();
+                for &(_, id) in tokenizer.controls() {
+                    let ends = id == ids.im_end || Some(id) == ids.end_of_text;
+                    let calls = id == ids.tool_call && self.may_call;
+                    if !ends && !calls {
+                        forbid(logits, id);
+                    }
+                }
+                let used = tokenizer.vocab_size().min(logits.len());
+                logits[used..].fill(f32::NEG_INFINITY);
+                for &id in self.banned.get(&self.ids.len()).into_iter().flatten() {
+                    forbid(logits, id);
+                }
+            }
+            Phase::Call(matcher) => {
+                let mask = matcher.compute_mask().map_err(|e| format!("the grammar of the call: {e}"))?;
+                for (chunk, &word) in logits.chunks_mut(32).zip(mask.as_slice()) {
+                    if word == u32::MAX {
+                        continue;
+                    }
+                    for (bit, logit) in chunk.iter_mut().enumerate() {
+                        if word & (1 << bit) == 0 {
+                            *logit = f32::NEG_INFINITY;
+                        }
+                    }
+                }
+                let covered = (mask.as_slice().len() * 32).min(logits.len());
+                logits[covered..].fill(f32::NEG_INFINITY);
+            }
+            Phase::After { newline } => {
+                let ends = std::iter::once(ids.im_end).chain(ids.end_of_text);
+                let more = if repeats {
+                    None
+                } else if *newline {
+                    Some(ids.tool_call)
+                } else {
+                    Some(self.newline)
+                };
+                allow_only(logits, ends.chain(more));
+            }
+        }
+        if logits.iter().all(|logit| *logit == f32::NEG_INFINITY || logit.is_nan()) {
+            return Err("no token may follow here; the model's logits are not numbers, or the grammar has a dead end".into());
+        }
+        Ok(())
+    }
+
+    fn accept(&mut self, token: u32) -> Result<Verdict, String> {
+        let ids = self.grammars.ids;
+        if let Some(&want) = self.queue.front() {
+            if token != want {
+                return Err(format!("token {token} came where {want} was forced"));
+            }
+            self.queue.pop_front();
+        }
+        self.ids.push(token);
+        let at = self.ids.len() - 1;
+        if token == ids.tool_call && !matches!(self.phase, Phase::Call(_)) {
+            if !self.may_call {
+                return Err("a call began where calls are forbidden".into());
+            }
+            self.starts.push(at);
+            let matcher = match self.opened.take() {
+                Some(matcher) => matcher,
+                None => self.open()?,
+            };
+            self.phase = Phase::Call(matcher);
+            return Ok(Verdict::Continue);
+        }
+        match &mut self.phase {
+            Phase::Text => {
+                self.text.push(self.grammars.tokenizer().token_bytes(token));
+                if !self.queue.is_empty() {
+                    return Ok(Verdict::Continue);
+                }
+                match self.scanner.as_mut().map(|s| s.scan(&self.text.text)) {
+                    Some(Scan::Call { start, name }) => Ok(self.found(start, name)),
+                    _ => Ok(Verdict::Continue),
+                }
+            }
+            Phase::Call(matcher) => {
+                matcher.consume_token(token).map_err(|e| format!("the grammar of the call: {e}"))?;
+                if !matcher.is_stopped() {
+                    return Ok(Verdict::Continue);
+                }
+                if token != ids.end_tool_call {
+                    return Err(format!("the grammar of the call gave up: {}", matcher.stop_reason()));
+                }
+                self.phase = Phase::After { newline: false };
+                if matches!(self.choice, ToolChoice::Named(_)) {
+                    return Ok(Verdict::Stop);
+                }
+                self.only = None;
+                Ok(Verdict::Continue)
+            }
+            Phase::After { newline } => {
+                *newline = true;
+                Ok(Verdict::Continue)
+            }
+        }
+    }
+
+    fn structured(&self) -> bool {
+        !matches!(self.phase, Phase::Text) || !self.queue.is_empty()
+    }
+}
+
+/// A finished output, read.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Parsed {
+    /// The text outside calls, to the byte; the line end before a call belongs to the call.
+    pub text: String,
+    /// Ids are empty: the loop numbers them.
+    pub calls: Vec<ToolCall>,
+    /// The output ended inside a call, which is therefore none.
+    pub cut_call: bool,
+}
+
+/// Reads an output's ids (without the final `<|im_end|>`). Nothing tells here which calls were rescued.
+pub fn parse(grammars: &Grammars, ids: &[u32]) -> Parsed {
+    let control = grammars.ids;
+    let tokenizer = grammars.tokenizer();
+    let text_of = |ids: &[u32]| String::from_utf8_lossy(&tokenizer.decode(ids)).into_owned();
+    let mut out = Parsed::default();
+    let mut rest = ids;
+    while let Some(open) = rest.iter().position(|&id| id == control.tool_call) {
+        out.text.push_str(text_of(&rest[..open]).trim_end());
+        let inside = &rest[open + 1..];
+        let Some(close) = inside.iter().position(|&id| id == control.end_tool_call) else {
+            out.cut_call = true;
+            return out;
+        };
+        let body = text_of(&inside[..close]);
+        out.calls.push(read_call(body.trim()));
+        rest = &inside[close + 1..];
+    }
+    let text = text_of(rest);
+    out.text.push_str(if out.calls.is_empty() { &text } else { text.trim() });
+    out
+}
+
+/// The grammar makes every call readable; one from elsewhere that is not keeps its text as arguments, so that the loop can
+/// answer it.
+fn read_call(body: &str) -> ToolCall {
+    let mut call = ToolCall { id: String::new(), name: String::new(), arguments: Value::Null, rescued: false };
+    match serde_json::from_str::<Value>(body) {
+        Ok(Value::Object(mut map)) if map.get("name").is_some_and(Value::is_string) => {
+            if let Some(Value::String(name)) = map.shift_remove("name") {
+                call.name = name;
+            }
+            call.arguments = map.shift_remove("arguments").unwrap_or(Value::Null);
+        }
+        _ => call.arguments = Value::String(body.to_owned()),
+    }
+    call
+}
+
+/// Turns tokens and rewinds, in the order in which they happened, into what can be shown. Text that could still become a
+/// call is held back, and so is white space until something follows it.
+pub struct StreamView {
+    grammars: Arc<Grammars>,
+    scanner: Option<Scanner>,
+    ids: Vec<u32>,
+    text: Text,
+    /// Bytes of the text that were given out.
+    emitted: usize,
+    /// Where the call that is being written begins in `ids`.
+    open: Option<usize>,
+    /// Its name was given out.
+    announced: bool,
+    /// The scanner sees a call; a rewind must come now, or the mask has let it stand.
+    undecided: bool,
+    rewound: bool,
+    /// For each call, in order.
+    rescued: Vec<bool>,
+}
+
+impl StreamView {
+    /// One token that was sampled or forced.
+    pub fn token(&mut self, token: u32, mut sink: impl FnMut(Delta)) {
+        let control = self.grammars.ids;
+        if std::mem::take(&mut self.undecided)
+            && let Some(scanner) = &mut self.scanner
+        {
+            scanner.pass(&self.text.text);
+        }
+        self.ids.push(token);
+        if token == control.tool_call && self.open.is_none() {
+            self.open = Some(self.ids.len() - 1);
+            self.announced = false;
+            self.rescued.push(std::mem::take(&mut self.rewound));
+            return;
+        }
+        if let Some(open) = self.open {
+            if token == control.end_tool_call {
+                self.open = None;
+            } else if !self.announced {
+                let body = self.grammars.tokenizer().decode(&self.ids[open + 1..]);
+                if let Some(name) = name_of(&String::from_utf8_lossy(&body)) {
+                    self.announced = true;
+                    sink(Delta::CallStarted { name, rescued: self.rescued.last().copied().unwrap_or(false) });
+                }
+            }
+            return;
+        }
+        if !self.rescued.is_empty() {
+            return; // the line end between two calls
+        }
+        self.text.push(self.grammars.tokenizer().token_bytes(token));
+        let text = &self.text.text;
+        let stands = match self.scanner.as_mut().map(|s| s.scan(text)) {
+            None | Some(Scan::Clear) => text.len(),
+            Some(Scan::Pending { start }) => start,
+            Some(Scan::Call { start, .. }) => {
+                self.undecided = true;
+                start
+            }
+        };
+        self.emit(text[..stands].trim_end().len(), &mut sink);
+    }
+
+    /// The engine forgot all tokens from index `keep` on.
+    pub fn rewind(&mut self, keep: usize) {
+        self.undecided = false;
+        self.rewound = true;
+        self.ids.truncate(keep);
+        let (ids, tokenizer) = (&self.ids, self.grammars.tokenizer());
+        self.text.truncate(keep, |i| tokenizer.token_bytes(ids[i]));
+        if let Some(scanner) = &mut self.scanner {
+            scanner.reset();
+        }
+    }
+
+    /// The ids so far.
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    /// The output has ended: gives out what was held back, and reads the whole.
+    pub fn finish(mut self, mut sink: impl FnMut(Delta)) -> (Vec<u32>, Parsed) {
+        let mut parsed = parse(&self.grammars, &self.ids);
+        for (call, rescued) in parsed.calls.iter_mut().zip(&self.rescued) {
+            call.rescued = *rescued;
+        }
+        if self.rescued.is_empty() {
+            let mut utf8 = Utf8Stream::default();
+            let bytes = self.grammars.tokenizer().decode(&self.ids);
+            let mut rest = utf8.push(bytes.get(self.emitted..).unwrap_or_default());
+            rest.push_str(&utf8.finish());
+            if !rest.is_empty() {
+                sink(Delta::Text(rest));
+            }
+        }
+        (std::mem::take(&mut self.ids), parsed)
+    }
+
+    fn emit(&mut self, upto: usize, sink: &mut impl FnMut(Delta)) {
+        if upto > self.emitted {
+            sink(Delta::Text(self.text.text[self.emitted..upto].to_owned()));
+            self.emitted = upto;
+        }
+    }
+}
+
+/// The name in the beginning of a call's body, once it is complete.
+fn name_of(body: &str) -> Option<String> {
+    let value = body.trim_start().strip_prefix('{')?.trim_start().strip_prefix("\"name\"")?;
+    let value = value.trim_start().strip_prefix(':')?.trim_start();
+    let mut strings = serde_json::Deserializer::from_str(value).into_iter::<String>();
+    strings.next()?.ok()
+}

@@ -1,0 +1,483 @@
+//! Text ↔ token ids: Qwen's byte-level BPE.
+//!
+//! The encoder knows no control tokens at all, so no text whatever can become one; they live in a table of their own
+//! ([`Tokenizer::control`]), which only [`super::template`] and the masks use.
+//!
+//! The merges are our own code, because building the `tokenizers` model from a GGUF takes most of the time that a start
+//! may take. Its NFC and its regular expression are used as they are, and a test holds the ids against it.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::fmt;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::path::Path;
+
+use tokenizers::NormalizedString;
+use tokenizers::normalizer::Range as NormalizedRange;
+use tokenizers::utils::SysRegex;
+
+/// How Qwen2 and Qwen2.5 cut text before the merges.
+const QWEN2_SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// GGUF's `tokenizer.ggml.token_type`.
+mod token_type {
+    pub const NORMAL: i32 = 1;
+    pub const CONTROL: i32 = 3;
+    pub const USER_DEFINED: i32 = 4;
+}
+
+/// Why a tokenizer cannot be built; the text names the file or field and what was expected.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TokenizerError(pub String);
+
+impl fmt::Display for TokenizerError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for TokenizerError {}
+
+fn error<T>(why: impl Into<String>) -> Result<T, TokenizerError> {
+    Err(TokenizerError(why.into()))
+}
+
+/// Multiplies and rotates. The keys are pairs of ids and short byte strings of a trusted file, so speed is all that counts.
+#[derive(Default)]
+struct FastHasher(u64);
+
+impl Hasher for FastHasher {
+    fn finish(&self) -> u64 {
+        self.0 ^ (self.0 >> 32)
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for chunk in bytes.chunks(8) {
+            let mut word = [0u8; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.write_u64(u64::from_le_bytes(word) ^ ((chunk.len() as u64) << 56));
+        }
+    }
+    fn write_u64(&mut self, word: u64) {
+        self.0 = (self.0.rotate_left(26) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+    fn write_u8(&mut self, byte: u8) {
+        self.write_u64(u64::from(byte));
+    }
+    fn write_usize(&mut self, word: usize) {
+        self.write_u64(word as u64);
+    }
+}
+
+type FastMap<K, V> = HashMap<K, V, BuildHasherDefault<FastHasher>>;
+
+/// Qwen's tokenizer.
+pub struct Tokenizer {
+    split: SysRegex,
+    /// The id of each single byte.
+    byte_ids: [u32; 256],
+    /// `left << 32 | right` → (rank, id of the merged token). A lower rank merges first.
+    merges: FastMap<u64, (u32, u32)>,
+    /// The bytes of all tokens, one after another; token `i` is `bytes[ends[i - 1]..ends[i]]`. Empty: unused.
+    bytes: Vec<u8>,
+    ends: Vec<u32>,
+    controls: Vec<(String, u32)>,
+    vocab_size: usize,
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tokenizer({} ids, {} control tokens)", self.vocab_size, self.controls.len())
+    }
+}
+
+impl Tokenizer {
+    /// From a GGUF's `tokenizer.ggml.tokens` (byte-level form), `merges` ("left right"), `token_type` and `pre`.
+    ///
+    /// Errors: another pre-tokenizer than `qwen2`, lists of unequal length, a merge of tokens that are not there.
+    pub fn from_vocab(
+        tokens: Vec<String>,
+        merges: Vec<String>,
+        token_types: Vec<i32>,
+        pre: &str,
+    ) -> Result<Tokenizer, TokenizerError> {
+        if pre != "qwen2" {
+            return error(format!(
+                "the pre-tokenizer is `{pre}` (tokenizer.ggml.pre); only `qwen2` is built in, so this model cannot be run"
+            ));
+        }
+        if tokens.len() != token_types.len() {
+            return error(format!(
+                "the vocabulary has {} tokens but {} token types (tokenizer.ggml.token_type); the file is damaged",
+                tokens.len(),
+                token_types.len()
+            ));
+        }
+        let kinds = token_types.iter().map(|&t| match t {
+            token_type::NORMAL => Kind::Text,
+            token_type::CONTROL | token_type::USER_DEFINED => Kind::Control,
+            _ => Kind::Unused,
+        });
+        let tokens: Vec<(&str, Kind)> = tokens.iter().map(String::as_str).zip(kinds).collect();
+        let merges = merges.iter().map(|merge| {
+            // The space that joins the halves is the first after the first character: no byte-level token holds one.
+            merge.split_once(' ').ok_or_else(|| TokenizerError(format!("the merge `{merge}` is not `left right`")))
+        });
+        Tokenizer::build(&tokens, merges)
+    }
+
+    /// From a Hugging Face `tokenizer.json`.
+    ///
+    /// Errors: not readable, not JSON, or anything but a byte-level BPE with Qwen2's splitting and NFC.
+    pub fn from_file(path: &Path) -> Result<Tokenizer, TokenizerError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|e| TokenizerError(format!("{}: cannot be read: {e}", path.display())))?;
+        Tokenizer::from_json(&text).map_err(|e| TokenizerError(format!("{}: {e}", path.display())))
+    }
+
+    /// From the text of a Hugging Face `tokenizer.json`. Errors as [`Tokenizer::from_file`].
+    pub fn from_json(text: &str) -> Result<Tokenizer, TokenizerError> {
+        let file: file::TokenizerJson =
+            serde_json::from_str(text).map_err(|e| TokenizerError(format!("not a tokenizer.json: {e}")))?;
+        if file.model.kind.as_deref().is_some_and(|kind| kind != "BPE") {
+            return error(format!("the model is `{}`; only BPE is built in", file.model.kind.unwrap_or_default()));
+        }
+        let normalizer = file.normalizer.as_ref().and_then(|n| n["type"].as_str()).unwrap_or("none");
+        if normalizer != "NFC" {
+            return error(format!("the normalizer is `{normalizer}`; only NFC, Qwen's, is built in"));
+        }
+        // Any tokenizer.json of the family holds the expression literally, as the pattern of a `Split`.
+        let holds_split = match &file.pre_tokenizer {
+            serde_json::Value::Object(pre) => {
+                let steps = pre.get("pretokenizers").and_then(|p| p.as_array()).cloned();
+                let steps = steps.unwrap_or_else(|| vec![file.pre_tokenizer.clone()]);
+                steps.iter().any(|step| step["pattern"]["Regex"].as_str() == Some(QWEN2_SPLIT))
+            }
+            _ => false,
+        };
+        if !holds_split {
+            return error("the pre-tokenizer is not Qwen2's; only that is built in");
+        }
+        let size = file.model.vocab.values().copied().chain(file.added_tokens.iter().map(|t| t.id)).max();
+        let size = size.map_or(0, |max| max as usize + 1);
+        if size > 1 << 24 {
+            return error(format!("the highest token id is {}, which is not believable", size - 1));
+        }
+        let mut tokens = vec![("", Kind::Unused); size];
+        for (token, &id) in &file.model.vocab {
+            tokens[id as usize] = (token.as_str(), Kind::Text);
+        }
+        for added in &file.added_tokens {
+            tokens[added.id as usize] = (added.content.as_str(), Kind::Control);
+        }
+        let merges = file.model.merges.iter().map(|merge| match merge {
+            file::Merge::Pair((left, right)) => Ok((left.as_str(), right.as_str())),
+            file::Merge::Line(line) => {
+                line.split_once(' ').ok_or_else(|| TokenizerError(format!("the merge `{line}` is not `left right`")))
+            }
+        });
+        Tokenizer::build(&tokens, merges)
+    }
+
+    fn build<'a>(
+        tokens: &[(&'a str, Kind)],
+        merges: impl ExactSizeIterator<Item = Result<(&'a str, &'a str), TokenizerError>>,
+    ) -> Result<Tokenizer, TokenizerError> {
+        let to_byte = byte_of_char();
+        let mut bytes = Vec::with_capacity(tokens.len() * 8);
+        let mut ends = Vec::with_capacity(tokens.len());
+        let mut controls = Vec::new();
+        let mut ids: FastMap<&str, u32> = FastMap::with_capacity_and_hasher(tokens.len(), Default::default());
+        let mut vocab_size = 0;
+        for (id, &(token, kind)) in tokens.iter().enumerate() {
+            match kind {
+                Kind::Unused => {}
+                Kind::Control => {
+                    bytes.extend_from_slice(token.as_bytes());
+                    controls.push((token.to_owned(), id as u32));
+                    vocab_size = id + 1;
+                }
+                Kind::Text => {
+                    for c in token.chars() {
+                        match to_byte.get(c as usize).copied().flatten() {
+                            Some(byte) => bytes.push(byte),
+                            None => return error(format!("token {id}, `{token}`, is not in the byte-level alphabet")),
+                        }
+                    }
+                    ids.insert(token, id as u32);
+                    vocab_size = id + 1;
+                }
+            }
+            ends.push(bytes.len() as u32);
+        }
+
+        let mut byte_ids = [0u32; 256];
+        let mut found = [false; 256];
+        for (c, byte) in to_byte.iter().enumerate() {
+            let Some(byte) = byte else { continue };
+            let c = char::from_u32(c as u32).unwrap_or_default();
+            let Some(&id) = ids.get(c.encode_utf8(&mut [0; 4]) as &str) else {
+                return error(format!("the vocabulary has no token for the byte {byte:#04x}; it is not a byte-level one"));
+            };
+            byte_ids[*byte as usize] = id;
+            found[*byte as usize] = true;
+        }
+        debug_assert!(found.iter().all(|&f| f));
+
+        let mut map: FastMap<u64, (u32, u32)> = FastMap::with_capacity_and_hasher(merges.len(), Default::default());
+        let mut joined = String::new();
+        for (rank, merge) in merges.enumerate() {
+            let (left, right) = merge?;
+            joined.clear();
+            joined.push_str(left);
+            joined.push_str(right);
+            match (ids.get(left), ids.get(right), ids.get(joined.as_str())) {
+                (Some(&l), Some(&r), Some(&id)) => {
+                    map.entry(pair(l, r)).or_insert((rank as u32, id));
+                }
+                _ => return error(format!("the merge `{left} {right}` names a token that is not in the vocabulary")),
+            }
+        }
+        let split = SysRegex::new(QWEN2_SPLIT).map_err(|e| TokenizerError(format!("the splitting expression: {e}")))?;
+        Ok(Tokenizer { split, byte_ids, merges: map, bytes, ends, controls, vocab_size })
+    }
+
+    /// One more than the highest id that means something, control tokens included. The logits may have more rows.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// The id of a control token by its name, e.g. `<|im_end|>`.
+    pub fn control(&self, name: &str) -> Option<u32> {
+        self.controls.iter().find(|(n, _)| n == name).map(|&(_, id)| id)
+    }
+
+    /// All control tokens: name and id.
+    pub fn controls(&self) -> &[(String, u32)] {
+        &self.controls
+    }
+
+    /// The bytes of a token; a control token's are its name. Empty for an id that means nothing.
+    pub fn token_bytes(&self, id: u32) -> &[u8] {
+        let i = id as usize;
+        match self.ends.get(i) {
+            None => &[],
+            Some(&end) => &self.bytes[if i == 0 { 0 } else { self.ends[i - 1] as usize }..end as usize],
+        }
+    }
+
+    /// The bytes that these ids stand for. They need not be valid UTF-8 when the ids stop inside a character.
+    pub fn decode(&self, ids: &[u32]) -> Vec<u8> {
+        ids.iter().flat_map(|&id| self.token_bytes(id)).copied().collect()
+    }
+
+    /// The ids of `text`, normalised to NFC first as Qwen does. Never a control token.
+    pub fn encode_text(&self, text: &str) -> Vec<u32> {
+        self.encode_with_offsets(text).into_iter().map(|(id, _)| id).collect()
+    }
+
+    /// As [`Tokenizer::encode_text`], each id with the offset in `text` at which its first byte stands.
+    pub fn encode_with_offsets(&self, text: &str) -> Vec<(u32, usize)> {
+        let mut out = Vec::with_capacity(text.len() / 3);
+        if text.is_ascii() {
+            self.encode_into(text, &mut out);
+            return out;
+        }
+        let mut normal = NormalizedString::from(text);
+        normal.nfc();
+        self.encode_into(normal.get(), &mut out);
+        if normal.get() != text {
+            for (_, offset) in &mut out {
+                let at = *offset;
+                // A token can start inside a character; the conversion wants a whole one.
+                let start = (0..=at).rev().find(|&i| normal.get().is_char_boundary(i)).unwrap_or(0);
+                let end = (at + 1..=normal.get().len()).find(|&i| normal.get().is_char_boundary(i));
+                let end = end.unwrap_or(normal.get().len());
+                *offset = normal.convert_offsets(NormalizedRange::Normalized(start..end)).map_or(at, |r| r.start);
+            }
+        }
+        out
+    }
+
+    /// The ids whose bytes are exactly those of `text`: no normalisation. For text that a grammar prescribes to the byte.
+    pub fn encode_exact(&self, text: &str) -> Vec<u32> {
+        let mut out = Vec::new();
+        self.encode_into(text, &mut out);
+        out.into_iter().map(|(id, _)| id).collect()
+    }
+
+    fn encode_into(&self, text: &str, out: &mut Vec<(u32, usize)>) {
+        let mut at = 0;
+        for (start, end) in self.split.find_iter(text) {
+            if at < start {
+                self.merge(&text.as_bytes()[at..start], at, out);
+            }
+            self.merge(&text.as_bytes()[start..end], start, out);
+            at = end;
+        }
+        if at < text.len() {
+            self.merge(&text.as_bytes()[at..], at, out);
+        }
+    }
+
+    /// Merges one word: again and again the pair of the lowest rank, the leftmost first.
+    fn merge(&self, word: &[u8], offset: usize, out: &mut Vec<(u32, usize)>) {
+        const NONE: usize = usize::MAX;
+        if word.len() == 1 {
+            out.push((self.byte_ids[word[0] as usize], offset));
+            return;
+        }
+        struct Symbol {
+            id: u32,
+            prev: usize,
+            next: usize,
+            live: bool,
+        }
+        let n = word.len();
+        let mut symbols: Vec<Symbol> = (0..n)
+            .map(|i| Symbol {
+                id: self.byte_ids[word[i] as usize],
+                prev: if i == 0 { NONE } else { i - 1 },
+                next: if i + 1 == n { NONE } else { i + 1 },
+                live: true,
+            })
+            .collect();
+        // (rank, position, merged id, left id, right id): an entry whose pair has changed meanwhile is stale and skipped.
+        let mut heap = BinaryHeap::with_capacity(n);
+        let candidate = |symbols: &[Symbol], left: usize| {
+            let right = symbols[left].next;
+            if right == NONE {
+                return None;
+            }
+            let (l, r) = (symbols[left].id, symbols[right].id);
+            self.merges.get(&pair(l, r)).map(|&(rank, id)| Reverse((rank, left, id, l, r)))
+        };
+        for left in 0..n - 1 {
+            heap.extend(candidate(&symbols, left));
+        }
+        while let Some(Reverse((_, left, id, l, r))) = heap.pop() {
+            let right = symbols[left].next;
+            if !symbols[left].live || right == NONE || symbols[left].id != l || symbols[right].id != r {
+                continue;
+            }
+            symbols[left].id = id;
+            symbols[right].live = false;
+            let after = symbols[right].next;
+            symbols[left].next = after;
+            if after != NONE {
+                symbols[after].prev = left;
+            }
+            heap.extend(candidate(&symbols, left));
+            if symbols[left].prev != NONE {
+                heap.extend(candidate(&symbols, symbols[left].prev));
+            }
+        }
+        let mut at = 0;
+        while at != NONE {
+            out.push((symbols[at].id, offset + at));
+            at = symbols[at].next;
+        }
+    }
+}
+
+fn pair(left: u32, right: u32) -> u64 {
+    u64::from(left) << 32 | u64::from(right)
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Text,
+    Control,
+    Unused,
+}
+
+/// GPT-2's byte-level alphabet, backwards: printable bytes stand for themselves, the others for the characters from U+0100.
+fn byte_of_char() -> [Option<u8>; 512] {
+    let mut table = [None; 512];
+    let mut next = 256;
+    for byte in 0..=255u8 {
+        let printable = matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+        if printable {
+            table[byte as usize] = Some(byte);
+        } else {
+            table[next] = Some(byte);
+            next += 1;
+        }
+    }
+    table
+}
+
+/// The parts of `tokenizer.json` that are read.
+mod file {
+    use serde::Deserialize;
+    use std::collections::HashMap;
+
+    #[derive(Deserialize)]
+    pub struct TokenizerJson {
+        #[serde(default)]
+        pub added_tokens: Vec<Added>,
+        #[serde(default)]
+        pub normalizer: Option<serde_json::Value>,
+        #[serde(default)]
+        pub pre_tokenizer: serde_json::Value,
+        pub model: Model,
+    }
+
+    #[derive(Deserialize)]
+    pub struct Added {
+        pub id: u32,
+        pub content: String,
+    }
+
+    #[derive(Deserialize)]
+    pub struct Model {
+        #[serde(rename = "type")]
+        pub kind: Option<String>,
+        pub vocab: HashMap<String, u32>,
+        pub merges: Vec<Merge>,
+    }
+
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    pub enum Merge {
+        Pair((String, String)),
+        Line(String),
+    }
+}
+
+/// Joins bytes to text as they come and never gives out half a character. What cannot become one is U+FFFD.
+#[derive(Clone, Debug, Default)]
+pub struct Utf8Stream {
+    pending: Vec<u8>,
+}
+
+impl Utf8Stream {
+    /// The text that `bytes` completes.
+    pub fn push(&mut self, bytes: &[u8]) -> String {
+        self.pending.extend_from_slice(bytes);
+        let mut text = String::with_capacity(self.pending.len());
+        let mut rest = 0;
+        let chunks = self.pending.utf8_chunks();
+        let total = self.pending.len();
+        for chunk in chunks {
+            text.push_str(chunk.valid());
+            rest += chunk.valid().len() + chunk.invalid().len();
+            let broken = chunk.invalid();
+            if broken.is_empty() {
+                continue;
+            }
+            // An incomplete character at the very end can still be completed.
+            if rest == total && std::str::from_utf8(broken).is_err_and(|e| e.error_len().is_none()) {
+                rest -= broken.len();
+                break;
+            }
+            text.push(char::REPLACEMENT_CHARACTER);
+        }
+        self.pending.drain(..rest);
+        text
+    }
+
+    /// What is left at the end: nothing, or U+FFFD for a character that was never completed.
+    pub fn finish(&mut self) -> String {
+        String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned()
+    }
+}

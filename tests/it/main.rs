@@ -1,0 +1,4 @@
+//! One binary for all integration tests; a module a room.
+
+mod chat;
+mod real;
