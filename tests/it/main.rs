@@ -1,0 +1,3 @@
+//! The one binary of integration tests; one module a subject.
+
+mod hub;
