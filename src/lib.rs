@@ -12,11 +12,13 @@
 //! * [`session`]: the append-only log and its readers.
 //! * [`context`]: events → messages.
 //! * [`agent`]: the loop, one turn, one tool call, limits.
+//! * [`config`]: the user's settings file.
 //! * [`cli`]: the front end.
 
 pub mod agent;
 pub mod chat;
 pub mod cli;
+pub mod config;
 pub mod context;
 pub mod engine;
 pub mod hub;

@@ -15,7 +15,8 @@ use crate::session::Event;
 use crate::tools::{Tool, ToolContext, ToolOutput};
 
 /// How long a tool that was told to stop may take to end by itself, before it is dropped.
-const TOOL_GRACE: Duration = Duration::from_millis(300);
+/// `Bash` needs this much to end its children politely, then otherwise, and to collect what they wrote.
+const TOOL_GRACE: Duration = Duration::from_millis(700);
 /// A tool keeps its own timeout, and can say what came until then; the loop's comes this much later.
 const BACKSTOP: Duration = Duration::from_millis(500);
 

@@ -3,9 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use serde_json::Value;
-
-use crate::message::ToolCall;
+use crate::message::{ToolCall, json_canonical};
 use crate::session::Event;
 
 /// The length of the user's question in a reminder, in characters.
@@ -13,36 +11,7 @@ const QUESTION_CHARS_MAX: usize = 300;
 
 /// Two calls with the same key ask for the same thing: the name, and the arguments whatever the order of their keys.
 pub(super) fn key(call: &ToolCall) -> String {
-    let mut key = call.name.clone();
-    key.push(' ');
-    write_canonical(&call.arguments, &mut key);
-    key
-}
-
-fn write_canonical(value: &Value, out: &mut String) {
-    match value {
-        Value::Object(map) => {
-            let mut entries: Vec<_> = map.iter().collect();
-            entries.sort_by_key(|(key, _)| *key);
-            out.push('{');
-            for (key, value) in entries {
-                out.push_str(&Value::String(key.clone()).to_string());
-                out.push(':');
-                write_canonical(value, out);
-                out.push(',');
-            }
-            out.push('}');
-        }
-        Value::Array(values) => {
-            out.push('[');
-            for value in values {
-                write_canonical(value, out);
-                out.push(',');
-            }
-            out.push(']');
-        }
-        scalar => out.push_str(&scalar.to_string()),
-    }
+    format!("{} {}", call.name, json_canonical(&call.arguments))
 }
 
 /// The keys of the calls that have a good answer which still holds. They were made since the last user message, their results
@@ -92,7 +61,7 @@ pub(super) fn reminder(question: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
     use crate::message::{AssistantMessage, FinishReason, ToolResult, Usage};

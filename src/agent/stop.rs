@@ -35,7 +35,7 @@ impl Stop {
     }
 
     /// Comes back `grace` after the request, for whoever was told to stop and needs a moment to do so well.
-    pub(super) async fn requested(&self, grace: Duration) -> StopReason {
+    pub async fn requested(&self, grace: Duration) -> StopReason {
         self.token.cancelled().await;
         tokio::time::sleep(grace).await;
         self.reason().unwrap_or(StopReason::Interrupted)

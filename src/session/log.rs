@@ -348,21 +348,15 @@ impl Session {
             .expect("a session begins with `init`")
     }
 
-    /// Whether the last task has no answer yet, so that the session can go on without a new one.
+    /// Whether the last task has no answer yet, not even one that was cut off, so that the session can go on without a
+    /// new one.
     pub fn is_unfinished(&self) -> bool {
-        let last = self.events().rev().find(|event| {
-            matches!(
-                event,
-                Event::User { .. } | Event::Assistant { .. } | Event::ToolResult { .. } | Event::Stopped { .. }
-            )
+        let last = self.events().rev().find_map(|event| match event {
+            Event::User { .. } | Event::ToolResult { .. } => Some(true),
+            Event::Assistant { message, .. } => Some(!message.calls.is_empty()),
+            _ => None,
         });
-        match last {
-            Some(Event::Stopped { reason, .. }) => *reason != StopReason::Answer,
-            // A crash can come between the answer and the end of the task.
-            Some(Event::Assistant { message, .. }) => !message.calls.is_empty(),
-            Some(_) => true,
-            None => false,
-        }
+        last.unwrap_or(false)
     }
 }
 

@@ -249,7 +249,7 @@ fn unfinished_means_that_an_answer_is_missing() {
     check(&[user("x")], true);
     check(&[user("x"), assistant("a", &[])], false);
     check(&[user("x"), assistant("a", &[]), stopped()], false);
-    check(&[user("x"), assistant("a", &[]), end(StopReason::MaxOutputTokens)], true);
+    check(&[user("x"), assistant("a", &[]), end(StopReason::MaxOutputTokens)], false);
     check(&[user("x"), end(StopReason::Interrupted)], true);
     check(&[user("x"), assistant("a", &[]), stopped(), user("y")], true);
 }
