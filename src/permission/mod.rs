@@ -129,7 +129,8 @@ pub enum Decision {
 /// Why one access is not allowed.
 struct Objection {
     why: String,
-    rule: Option<String>,
+    /// They would allow it; empty when none can.
+    rules: Vec<String>,
 }
 
 const GUARDED_FOLDERS: [&str; 5] = [".git", ".cob", ".claude", ".vscode", ".idea"];
@@ -189,10 +190,13 @@ impl Rules {
             return Decision::Allow { by: nothing.unwrap_or_else(|| by.join(", ")) };
         }
         let why = objections.iter().map(|objection| objection.why.as_str()).collect::<Vec<_>>().join("; ");
-        // A rule for a part of what is needed would promise too much.
-        let mut would_allow: Vec<String> =
-            objections.into_iter().map(|objection| objection.rule).collect::<Option<_>>().unwrap_or_default();
-        would_allow.dedup();
+        // Rules for a part of what is needed would promise too much.
+        let mut would_allow: Vec<String> = Vec::new();
+        if objections.iter().all(|objection| !objection.rules.is_empty()) {
+            would_allow.extend(objections.into_iter().flat_map(|objection| objection.rules));
+            would_allow.sort();
+            would_allow.dedup();
+        }
         match self.mode {
             Mode::Plan | Mode::DontAsk => Decision::Deny { why, would_allow },
             Mode::Default | Mode::AcceptEdits | Mode::Bypass => Decision::Ask { why, would_allow },
@@ -204,7 +208,7 @@ impl Rules {
             Access::Read(path) => self.judge_path(tool, access, path, false),
             Access::Write(_) | Access::Run(_) | Access::Network(_) if self.mode == Mode::Plan => {
                 let why = "the permission mode plan allows only reading".to_string();
-                Err(Objection { why, rule: None })
+                Err(Objection { why, rules: Vec::new() })
             }
             Access::Write(path) => self.judge_path(tool, access, path, true),
             Access::Run(line) => self.judge_line(tool, access, line),
@@ -216,7 +220,7 @@ impl Rules {
                 Some(rule) => Ok(format!("rule {}", rule.text)),
                 None => Err(Objection {
                     why: format!("no rule allows to reach {host}"),
-                    rule: Some(format!("WebFetch(domain:{host})")),
+                    rules: vec![format!("WebFetch(domain:{host})")],
                 }),
             },
         }
@@ -227,7 +231,7 @@ impl Rules {
         let verb = if write { "write" } else { "read" };
         let real = resolve(&workspace.join(path)).map_err(|error| Objection {
             why: format!("where {} leads cannot be told: {error}", path.display()),
-            rule: None,
+            rules: Vec::new(),
         })?;
         let inside = real.strip_prefix(workspace).ok();
         let guarded = if write { guarded_name(inside.unwrap_or(&real)) } else { None };
@@ -256,7 +260,7 @@ impl Rules {
             ),
             (Some(_), None) => (format!("no rule allows to {verb} {shown}{led}"), Some(kind.to_string())),
         };
-        Err(Objection { why, rule })
+        Err(Objection { why, rules: rule.into_iter().collect() })
     }
 
     fn judge_line(&self, tool: &str, access: &Access, line: &str) -> Result<String, Objection> {
@@ -267,23 +271,29 @@ impl Rules {
         }
         let simple = shell::simple_commands(line).map_err(|why| Objection {
             why: format!("no rule allows to run any command, and this line cannot be judged by its parts: {why}"),
-            rule: Some("Bash".into()),
+            rules: vec!["Bash".into()],
         })?;
-        let mut by = Vec::new();
+        let mut by: Vec<&str> = Vec::new();
+        let mut refused: Vec<&str> = Vec::new();
         for command in &simple {
             match self.allow.iter().find(|rule| rule.allows_command(tool, access, command)) {
                 Some(rule) if by.contains(&rule.text.as_str()) => {}
-                Some(rule) => by.push(rule.text.as_str()),
-                None => {
-                    let why = format!("no rule allows to run `{}`", shorten(command));
-                    return Err(Objection { why, rule: Some(shell::rule_for(command)) });
-                }
+                Some(rule) => by.push(&rule.text),
+                None => refused.push(command),
             }
         }
-        match by.as_slice() {
-            [] => Err(Objection { why: "the command is empty".into(), rule: None }),
-            by => Ok(format!("rule {}", by.join(", "))),
+        if simple.is_empty() {
+            return Err(Objection { why: "the command is empty".into(), rules: Vec::new() });
         }
+        if refused.is_empty() {
+            return Ok(format!("rule {}", by.join(", ")));
+        }
+        let shown: Vec<String> = refused.iter().map(|command| format!("`{}`", shorten(command))).collect();
+        let mut rules: Vec<String> = refused.iter().map(|command| shell::rule_for(command)).collect();
+        if rules.iter().any(|rule| rule == "Bash") {
+            rules = vec!["Bash".into()];
+        }
+        Err(Objection { why: format!("no rule allows to run {}", shown.join(", ")), rules })
     }
 }
 

@@ -159,17 +159,24 @@ fn wildcard(pattern: &str, text: &str) -> bool {
     rest.ends_with(last)
 }
 
-/// The narrowest rule a person would write to allow this simple command.
+/// A rule that allows this simple command: every use of the program, or, where that would mean every program (shells,
+/// interpreters, programs that start others) or much harm, just this.
 pub(super) fn rule_for(simple: &str) -> String {
-    const WORDS_OF_THE_SHELL: [&str; 18] = [
-        "if", "then", "else", "elif", "fi", "for", "while", "until", "do", "done", "case", "esac", "select",
-        "function", "time", "coproc", "in", "eval",
+    #[rustfmt::skip]
+    const NOT_ALL_OF: [&str; 45] = [
+        "if", "then", "else", "elif", "fi", "for", "while", "until", "do", "done", "case", "esac", "select", "function",
+        "time", "coproc", "in", "eval", "exec", "source", ".", "command", "builtin", "trap",
+        "sh", "bash", "dash", "zsh", "env", "xargs", "sudo", "su", "doas", "nohup", "nice", "timeout", "setsid", "ssh",
+        "node", "ruby", "perl", "php", "rm", "dd", "chmod",
     ];
     let word = simple.split(' ').next().unwrap_or_default();
     let plain = |char: char| char.is_alphanumeric() || matches!(char, '_' | '-' | '.' | '/' | '+');
-    if !word.is_empty() && word.chars().all(plain) && !WORDS_OF_THE_SHELL.contains(&word) {
+    let name = word.rsplit('/').next().unwrap_or_default();
+    let narrow = NOT_ALL_OF.contains(&name) || name.starts_with("python");
+    if !word.is_empty() && word.chars().all(plain) && !narrow {
         format!("Bash({word} *)")
-    } else if simple.contains('*') || simple.ends_with(":") {
+    } else if simple.contains('*') {
+        // An exact rule has no way to write a star.
         "Bash".to_string()
     } else {
         format!("Bash({simple})")
@@ -286,6 +293,8 @@ mod tests {
             ("./run.sh", "Bash(./run.sh *)"),
             ("FOO=1 git status", "Bash(FOO=1 git status)"),
             ("if true", "Bash(if true)"),
+            ("/usr/bin/python3.11 -c 'x'", "Bash(/usr/bin/python3.11 -c 'x')"),
+            ("sudo ls", "Bash(sudo ls)"),
             ("$X *", "Bash"),
         ] {
             assert_eq!(rule_for(simple), rule);

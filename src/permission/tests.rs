@@ -264,11 +264,15 @@ async fn a_refusal_says_what_would_allow_it() {
             "--allow 'Bash(FOO='\\''a b'\\'' git status)'.".to_string(),
         ),
         ("Bash", Access::Run("ls > f".into()), "--allow Bash.".to_string()),
+        ("Bash", Access::Run("ls; wc x | ls".into()), "--allow 'Bash(ls *)' --allow 'Bash(wc *)'.".to_string()),
+        ("Bash", Access::Run("python3 x.py".into()), "--allow 'Bash(python3 x.py)'.".to_string()),
+        ("Bash", Access::Run("ls; rm *".into()), "--allow Bash.".to_string()),
         ("Fetch", Access::Network("example.org".into()), "--allow 'WebFetch(domain:example.org)'.".to_string()),
     ] {
         let rules = place.rules(Mode::Default, &[]);
         let permissions = Permissions::new(rules, Arc::new(Headless));
-        let Settled::Refused { would_allow, text, .. } = permissions.settle(tool, &[access.clone()]).await else {
+        let Settled::Refused { would_allow, text, .. } = permissions.settle(tool, std::slice::from_ref(&access)).await
+        else {
             panic!("{access:?} was allowed");
         };
         assert!(text.contains(&format!("The user can allow it with {advice}")), "{text}");

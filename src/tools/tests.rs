@@ -193,7 +193,7 @@ async fn read_says_what_to_do_where_there_is_nothing_to_show() {
     let output = place.call("Read", json!({"file_path": "../secrets.txt"})).await;
     assert!(output.is_error && !output.text.contains("secret.txt?"), "{}", output.text);
     // Root reads what nobody may, so the refusal shows only for others.
-    fs::set_permissions(place.path("Cargo.toml"), fs::Permissions::from_mode(0)).unwrap();
+    fs::set_permissions(place.path("Cargo.toml"), fs::Permissions::from_mode(0o000)).unwrap();
     let output = place.call("Read", json!({"file_path": "Cargo.toml"})).await;
     // SAFETY: reads a number.
     match unsafe { libc::geteuid() } {
@@ -430,7 +430,7 @@ async fn glob_finds_by_name() {
     ] {
         assert_eq!(place.ok("Glob", json!({"pattern": pattern, "path": path})).await, expected, "{pattern}");
     }
-    place.fails("Glob", json!({"pattern": "a[", "path": "."}), &["not valid", "**/*.rs"][..1].as_ref()).await;
+    place.fails("Glob", json!({"pattern": "a[", "path": "."}), &["not valid", "src/**/*.rs"]).await;
     place.fails("Glob", json!({"pattern": ""}), &["pattern is empty"]).await;
     place.fails("Glob", json!({"pattern": "*", "path": "srcs"}), &["does not exist", "src"]).await;
     place.fails("Glob", json!({"pattern": "*", "path": "a.rs"}), &["is a file"]).await;
@@ -541,8 +541,8 @@ async fn bash_reports_output_and_end() {
         let output = place.call("Bash", json!({"command": command, "description": "a test"})).await;
         assert_eq!((output.is_error, output.text.as_str()), (is_error, expected), "{command}");
     }
-    let output = place.call("Bash", json!({"command": "echo before; sleep 600", "timeout": 200})).await;
-    let expected = "before\n[timed out after 200 ms; the command and its children were killed]\n";
+    let output = place.call("Bash", json!({"command": "echo before; sleep 600", "timeout": 1000})).await;
+    let expected = "before\n[timed out after 1000 ms; the command and its children were killed]\n";
     assert_eq!((output.is_error, output.text.as_str()), (true, expected));
     let text = place.ok("Bash", json!({"command": "seq 100000"})).await;
     assert!(text.starts_with("1\n2\n") && text.ends_with("\n99999\n100000\n") && text.contains(" bytes cut ...]\n"));
@@ -579,4 +579,46 @@ async fn results_keep_within_a_small_bound() {
     place.ok("Bash", json!({"command": "cat f"})).await;
     place.ok("Edit", json!({"file_path": "f", "old_string": "dòng", "new_string": "hàng", "replace_all": true})).await;
     place.fails("Edit", json!({"file_path": "f", "old_string": "dòng chữ", "new_string": "x"}), &["not found"]).await;
+}
+
+/// What a tool declares is what it touches: a path that leads out of the workspace is refused for every tool.
+#[test]
+fn declared_paths_are_judged_where_they_lead() {
+    use crate::permission::{Decision, Mode, Rules};
+    let place = Place::new(&[("src/a.rs", ""), ("a.txt", "")]);
+    fs::create_dir(place.path("../out")).unwrap();
+    symlink("../out", place.path("link")).unwrap();
+    symlink("../out/secret", place.path("file-link")).unwrap();
+    let mut rules = Rules::new(&place.context.cwd, Mode::AcceptEdits).unwrap();
+    rules.allow("Bash(wc *)").unwrap();
+    let home = std::env::var("HOME").unwrap();
+    for (tool, arguments, allowed) in [
+        ("Read", json!({"file_path": "src/../a.txt"}), true),
+        ("Read", json!({"file_path": "file-link"}), false),
+        ("Read", json!({"file_path": "../out/x"}), false),
+        ("Read", json!({"file_path": "~/x"}), false),
+        ("Read", json!({"file_path": format!("file://{home}/x")}), false),
+        ("LS", json!({}), true),
+        ("LS", json!({"path": "link"}), false),
+        ("LS", json!({"path": "/"}), false),
+        ("Glob", json!({"pattern": "src/**/*.rs"}), true),
+        ("Glob", json!({"pattern": "*", "path": "link"}), false),
+        ("Glob", json!({"pattern": "/**"}), false),
+        ("Glob", json!({"pattern": "../*"}), false),
+        ("Glob", json!({"pattern": "src/../../*"}), false),
+        ("Grep", json!({"pattern": "x"}), true),
+        ("Grep", json!({"pattern": "x", "path": "link"}), false),
+        ("Write", json!({"file_path": "new/x", "content": ""}), true),
+        ("Write", json!({"file_path": "link/x", "content": ""}), false),
+        ("Write", json!({"file_path": "file-link", "content": ""}), false),
+        ("Write", json!({"file_path": ".git/hooks/x", "content": ""}), false),
+        ("Edit", json!({"file_path": "a.txt", "old_string": "a", "new_string": "b"}), true),
+        ("Edit", json!({"file_path": "link/a", "old_string": "a", "new_string": "b"}), false),
+        ("Bash", json!({"command": "wc -l a.txt"}), true),
+        ("Bash", json!({"command": "wc -l a.txt; rm a.txt"}), false),
+    ] {
+        let accesses = place.tools.get(tool).unwrap().access(&arguments, &place.context).unwrap();
+        let decision = rules.decide(tool, &accesses);
+        assert_eq!(matches!(decision, Decision::Allow { .. }), allowed, "{tool} {arguments} {decision:?}");
+    }
 }
