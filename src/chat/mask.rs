@@ -11,9 +11,8 @@ use llguidance::Matcher;
 use serde_json::Value;
 
 use super::Delta;
-use super::grammar::{CallGrammar, Grammars, guarded};
+use super::grammar::{CallGrammar, Grammars};
 use super::rescue::{Scan, Scanner};
-use super::tokenizer::Utf8Stream;
 use crate::engine::{Mask, Verdict};
 use crate::message::{ToolCall, ToolChoice};
 
@@ -25,31 +24,23 @@ const GUARD_LIMIT: usize = 8;
 #[derive(Clone, Debug, Default)]
 struct Text {
     text: String,
-    /// An incomplete character.
-    tail: Vec<u8>,
+    bytes: Vec<u8>,
     ends: Vec<usize>,
 }
 
 impl Text {
     fn push(&mut self, bytes: &[u8]) {
-        self.tail.extend_from_slice(bytes);
-        let mut used = 0;
-        let total = self.tail.len();
-        for chunk in self.tail.utf8_chunks() {
+        self.bytes.extend_from_slice(bytes);
+        self.ends.push(self.bytes.len());
+        for chunk in self.bytes[self.text.len()..].utf8_chunks() {
             self.text.push_str(chunk.valid());
-            used += chunk.valid().len();
             let broken = chunk.invalid();
-            if broken.is_empty() {
-                continue;
+            let at_end = self.text.len() + broken.len() == self.bytes.len();
+            if at_end && std::str::from_utf8(broken).is_err_and(|e| e.error_len().is_none()) {
+                break; // it can still become a character
             }
-            if used + broken.len() == total && std::str::from_utf8(broken).is_err_and(|e| e.error_len().is_none()) {
-                break;
-            }
-            used += broken.len();
             self.text.extend(broken.iter().map(|_| '?'));
         }
-        self.tail.drain(..used);
-        self.ends.push(self.text.len() + self.tail.len());
     }
 
     /// Keeps the first `keep` tokens. `bytes_of` gives their bytes again.
@@ -63,11 +54,51 @@ impl Text {
     }
 }
 
+/// Where in a call's JSON the output stands, as far as numbers go.
+///
+/// The grammar takes a number of any length and exponent; readers do not. So a run of digits ends at [`DIGIT_LIMIT`] and
+/// there is no exponent, wherever the schema leaves another way. Bounds in the schema would do the same, but take
+/// milliseconds to compile for each tool.
+#[derive(Clone, Copy, Debug, Default)]
+struct Digits {
+    in_string: bool,
+    escaped: bool,
+    /// Digits in a row, up to here.
+    run: usize,
+}
+
+const DIGIT_LIMIT: usize = 18;
+
+impl Digits {
+    fn push(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            let was_escaped = std::mem::take(&mut self.escaped);
+            match byte {
+                b'"' if !was_escaped => self.in_string = !self.in_string,
+                b'\\' if !was_escaped => self.escaped = self.in_string,
+                _ => {}
+            }
+            self.run = if byte.is_ascii_digit() && !self.in_string { self.run + 1 } else { 0 };
+        }
+    }
+
+    /// Whether a token that begins so should not come next.
+    fn avoids(&self, first: u8) -> bool {
+        match first {
+            b'0'..=b'9' => self.run >= DIGIT_LIMIT,
+            b'e' | b'E' => self.run > 0,
+            _ => false,
+        }
+    }
+}
+
 enum Phase {
     Text,
-    Call(Box<Matcher>),
+    Call(Box<Matcher>, Digits),
     /// Behind a call. `newline`: its line has been ended, so another call can follow.
-    After { newline: bool },
+    After {
+        newline: bool,
+    },
 }
 
 /// The constraint on one completion.
@@ -166,14 +197,14 @@ impl CallMask {
     }
 
     fn open(&self) -> Result<Box<Matcher>, String> {
-        guarded("opening a call", || self.grammars.matcher(&self.grammar, self.only.as_deref())).map(Box::new)
+        self.grammars.matcher(&self.grammar, self.only.as_deref()).map(Box::new)
     }
 
     /// The first token that reaches behind `start`, and the bytes of it that stand before.
     fn cut(&self, start: usize) -> (usize, Vec<u8>) {
         let keep = self.text.ends.partition_point(|&end| end <= start);
         let before = if keep == 0 { 0 } else { self.text.ends[keep - 1] };
-        (keep, self.text.text.as_bytes()[before..start].to_vec())
+        (keep, self.text.bytes[before..start].to_vec())
     }
 
     fn rewind(&mut self, keep: usize) {
@@ -255,14 +286,14 @@ impl Mask for CallMask {
             return tokens;
         }
         match &mut self.phase {
-            Phase::Call(matcher) => matcher.compute_ff_tokens(),
+            Phase::Call(matcher, _) => matcher.compute_ff_tokens(),
             _ => Vec::new(),
         }
     }
 
     fn allow(&mut self, logits: &mut [f32]) -> Result<(), String> {
         let ids = self.grammars.ids;
-        let repeats = self.repeats();
+        let repeats = matches!(self.phase, Phase::After { .. }) && self.repeats();
         match &mut self.phase {
             Phase::Text => {
                 let tokenizer = self.grammars.tokenizer();
@@ -279,8 +310,16 @@ impl Mask for CallMask {
                     forbid(logits, id);
                 }
             }
-            Phase::Call(matcher) => {
-                let mask = matcher.compute_mask().map_err(|e| format!("the grammar of the call: {e}"))?;
+            Phase::Call(matcher, digits) => {
+                let mut mask = matcher.compute_mask().map_err(|e| format!("the grammar of the call: {e}"))?;
+                if digits.run > 0 {
+                    let first =
+                        |id: u32| self.grammars.tokenizer().token_bytes(id).first().copied().unwrap_or_default();
+                    let avoided: Vec<u32> = mask.iter().filter(|&id| digits.avoids(first(id))).collect();
+                    if avoided.len() < mask.num_set() {
+                        avoided.into_iter().for_each(|id| mask.disallow_token(id));
+                    }
+                }
                 for (chunk, &word) in logits.chunks_mut(32).zip(mask.as_slice()) {
                     if word == u32::MAX {
                         continue;
@@ -307,7 +346,9 @@ impl Mask for CallMask {
             }
         }
         if logits.iter().all(|logit| *logit == f32::NEG_INFINITY || logit.is_nan()) {
-            return Err("no token may follow here; the model's logits are not numbers, or the grammar has a dead end".into());
+            return Err(
+                "no token may follow here; the model's logits are not numbers, or the grammar has a dead end".into()
+            );
         }
         Ok(())
     }
@@ -322,7 +363,7 @@ impl Mask for CallMask {
         }
         self.ids.push(token);
         let at = self.ids.len() - 1;
-        if token == ids.tool_call && !matches!(self.phase, Phase::Call(_)) {
+        if token == ids.tool_call && !matches!(self.phase, Phase::Call(..)) {
             if !self.may_call {
                 return Err("a call began where calls are forbidden".into());
             }
@@ -331,7 +372,7 @@ impl Mask for CallMask {
                 Some(matcher) => matcher,
                 None => self.open()?,
             };
-            self.phase = Phase::Call(matcher);
+            self.phase = Phase::Call(matcher, Digits::default());
             return Ok(Verdict::Continue);
         }
         match &mut self.phase {
@@ -345,7 +386,8 @@ impl Mask for CallMask {
                     _ => Ok(Verdict::Continue),
                 }
             }
-            Phase::Call(matcher) => {
+            Phase::Call(matcher, digits) => {
+                digits.push(self.grammars.tokenizer().token_bytes(token));
                 matcher.consume_token(token).map_err(|e| format!("the grammar of the call: {e}"))?;
                 if !matcher.is_stopped() {
                     return Ok(Verdict::Continue);
@@ -510,20 +552,14 @@ impl StreamView {
             call.rescued = *rescued;
         }
         if self.rescued.is_empty() {
-            let mut utf8 = Utf8Stream::default();
-            let bytes = self.grammars.tokenizer().decode(&self.ids);
-            let mut rest = utf8.push(bytes.get(self.emitted..).unwrap_or_default());
-            rest.push_str(&utf8.finish());
-            if !rest.is_empty() {
-                sink(Delta::Text(rest));
-            }
+            self.emit(self.text.bytes.len(), &mut sink);
         }
         (std::mem::take(&mut self.ids), parsed)
     }
 
     fn emit(&mut self, upto: usize, sink: &mut impl FnMut(Delta)) {
         if upto > self.emitted {
-            sink(Delta::Text(self.text.text[self.emitted..upto].to_owned()));
+            sink(Delta::Text(String::from_utf8_lossy(&self.text.bytes[self.emitted..upto]).into_owned()));
             self.emitted = upto;
         }
     }

@@ -1,4 +1,11 @@
 //! Qwen's wire format: messages ↔ token ids.
+//!
+//! * [`tokenizer`]: text ↔ ids; text never becomes a control token.
+//! * [`template`]: messages and tools → a prompt, each of its tokens with a segment.
+//! * [`grammar`]: the tools' schemas → what may stand inside a call.
+//! * [`mask`]: the constraint on one completion, the view that streams it, the parser that reads it.
+//! * [`rescue`]: finds calls in a foreign form.
+//! * [`scripted`]: a model that plays what it is told.
 
 pub mod grammar;
 pub mod mask;

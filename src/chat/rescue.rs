@@ -51,7 +51,11 @@ enum Mode {
     /// Inside a fence whose content is no call; `at` is after its backticks or at the start of a line.
     Fence,
     /// Inside a JSON value that is no call.
-    Value { depth: usize, quoted: bool, escaped: bool },
+    Value {
+        depth: usize,
+        quoted: bool,
+        escaped: bool,
+    },
 }
 
 impl Scanner {
@@ -282,7 +286,9 @@ impl<'a> Cursor<'a> {
         loop {
             let keys = [NAME_KEYS, ARGUMENT_KEYS, WRAPPER_KEYS, NEUTRAL_KEYS];
             let key = self.string(|partial, complete| {
-                keys.iter().flat_map(|k| k.iter()).any(|k| if complete { *k == partial } else { k.starts_with(partial) })
+                keys.iter()
+                    .flat_map(|k| k.iter())
+                    .any(|k| if complete { *k == partial } else { k.starts_with(partial) })
             })?;
             let key = key.as_str();
             if ARGUMENT_KEYS.contains(&key) {
@@ -540,7 +546,27 @@ mod tests {
 
     #[test]
     fn any_text_is_scanned_without_a_panic() {
-        let pieces = ["{", "}", "[", "\"", "'", "\\", "name", "Read", "(", ":", ",", "\n", "```", "json", "<tools>", " ", "ế", "搜索", "arguments"];
+        let pieces = [
+            "{",
+            "}",
+            "[",
+            "\"",
+            "'",
+            "\\",
+            "name",
+            "Read",
+            "(",
+            ":",
+            ",",
+            "\n",
+            "```",
+            "json",
+            "<tools>",
+            " ",
+            "ế",
+            "搜索",
+            "arguments",
+        ];
         let mut seed = 1u64;
         for _ in 0..5_000 {
             let mut text = String::new();

@@ -197,10 +197,7 @@ mod tests {
         let done = model.complete(request("go"), &mut |d| deltas.push(d)).await.unwrap();
         assert_eq!(done.message.text, "First.");
         assert_eq!(done.message.calls[0].arguments, Value::String("{not json".into()));
-        assert_eq!(
-            deltas,
-            [Delta::Text("First.".into()), Delta::CallStarted { name: "Read".into(), rescued: false }]
-        );
+        assert_eq!(deltas, [Delta::Text("First.".into()), Delta::CallStarted { name: "Read".into(), rescued: false }]);
         for want in ["out of memory", "no reply left"] {
             let failed = model.complete(request("go"), &mut |_| ()).await.unwrap_err();
             assert!(failed.to_string().contains(want), "{failed}");

@@ -10,9 +10,9 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use minijinja::value::{Enumerator, Object, ObjectRepr, Value as JinjaValue};
-use minijinja::value::ValueKind;
 use minijinja::syntax::SyntaxConfig;
+use minijinja::value::ValueKind;
+use minijinja::value::{Enumerator, Object, ObjectRepr, Value as JinjaValue};
 use minijinja::{Environment, ErrorKind};
 use serde_json::Value;
 
@@ -113,7 +113,10 @@ impl Template {
             _ => None,
         };
         let source = source.ok_or_else(|| {
-            fault("has no `chat_template` (a string, or a list with one named `default`); an instruct model has one".into())
+            fault(
+                "has no `chat_template` (a string, or a list with one named `default`); an instruct model has one"
+                    .into(),
+            )
         })?;
         Template::new(source, tokenizer)
     }
@@ -270,7 +273,8 @@ impl Template {
     }
 
     fn encode(&self, pieces: &[Piece<'_>], parts: &[Part], has_tools: bool) -> Prompt {
-        let mut out = Encoder { tokenizer: &self.tokenizer, prompt: Prompt::default(), run: String::new(), marks: Vec::new() };
+        let mut out =
+            Encoder { tokenizer: &self.tokenizer, prompt: Prompt::default(), run: String::new(), marks: Vec::new() };
         let end = self.tokenizer.control("<|im_end|>");
         // The system turn ends with the first <|im_end|>; whatever control token comes next opens another turn.
         let (mut in_system, mut closed, mut seen_system) = (true, false, false);
@@ -279,7 +283,8 @@ impl Template {
             match piece {
                 Piece::Literal(text) => {
                     let default = self.default_system.as_str();
-                    let found = if in_system && !seen_system && !default.is_empty() { text.find(default) } else { None };
+                    let found =
+                        if in_system && !seen_system && !default.is_empty() { text.find(default) } else { None };
                     let Some(at) = found else {
                         out.text(text, frame);
                         continue;
@@ -541,7 +546,11 @@ impl Json {
 
     /// A key is a plain string, so that templates can look things up, unless it tries to be more.
     fn key(&self, key: &str) -> JinjaValue {
-        if key.contains(['<', OPEN, CLOSE]) { self.child(&Value::String(key.to_owned())) } else { JinjaValue::from(key) }
+        if key.contains(['<', OPEN, CLOSE]) {
+            self.child(&Value::String(key.to_owned()))
+        } else {
+            JinjaValue::from(key)
+        }
     }
 }
 

@@ -3,13 +3,12 @@
 //! The encoder knows no control tokens at all, so no text whatever can become one; they live in a table of their own
 //! ([`Tokenizer::control`]), which only [`super::template`] and the masks use.
 //!
-//! The merges are our own code, because building the `tokenizers` model from a GGUF takes most of the time that a start
-//! may take. Its NFC and its regular expression are used as they are, and a test holds the ids against it.
+//! The merges are our own code, because building the `tokenizers` model from a GGUF takes a good part of the time that a
+//! start may take. Its NFC and its regular expression are used as they are, and a test holds the ids against it.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::fmt;
-use std::hash::{BuildHasherDefault, Hasher};
 use std::path::Path;
 
 use tokenizers::NormalizedString;
@@ -17,7 +16,8 @@ use tokenizers::normalizer::Range as NormalizedRange;
 use tokenizers::utils::SysRegex;
 
 /// How Qwen2 and Qwen2.5 cut text before the merges.
-const QWEN2_SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN2_SPLIT: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// GGUF's `tokenizer.ggml.token_type`.
 mod token_type {
@@ -42,41 +42,74 @@ fn error<T>(why: impl Into<String>) -> Result<T, TokenizerError> {
     Err(TokenizerError(why.into()))
 }
 
-/// Multiplies and rotates. The keys are pairs of ids and short byte strings of a trusted file, so speed is all that counts.
-#[derive(Default)]
-struct FastHasher(u64);
+/// Token bytes → id: open addressing over ids, the bytes being held elsewhere. Filling it takes 3 ms for Qwen's vocabulary,
+/// a map of owned keys thirty times as long.
+struct Lookup {
+    slots: Vec<u32>,
+}
 
-impl Hasher for FastHasher {
-    fn finish(&self) -> u64 {
-        self.0 ^ (self.0 >> 32)
+const NONE: u32 = u32::MAX;
+
+impl Lookup {
+    fn new(tokens: usize) -> Lookup {
+        Lookup { slots: vec![NONE; (tokens * 2).next_power_of_two().max(16)] }
     }
-    fn write(&mut self, bytes: &[u8]) {
+
+    fn hash(bytes: &[u8]) -> u64 {
+        let mut hash = bytes.len() as u64;
         for chunk in bytes.chunks(8) {
             let mut word = [0u8; 8];
             word[..chunk.len()].copy_from_slice(chunk);
-            self.write_u64(u64::from_le_bytes(word) ^ ((chunk.len() as u64) << 56));
+            hash = (hash.rotate_left(26) ^ u64::from_le_bytes(word)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        }
+        hash
+    }
+
+    /// The slots in which `bytes` can stand, endlessly.
+    fn probes(&self, bytes: &[u8]) -> impl Iterator<Item = usize> + use<> {
+        let mask = self.slots.len() - 1;
+        let start = (Self::hash(bytes) >> (64 - self.slots.len().trailing_zeros())) as usize;
+        (0..).map(move |i| (start + i) & mask)
+    }
+
+    /// `bytes` are those of `id` and stand nowhere yet.
+    fn insert(&mut self, bytes: &[u8], id: u32) {
+        if let Some(free) = self.probes(bytes).find(|&slot| self.slots[slot] == NONE) {
+            self.slots[free] = id;
         }
     }
-    fn write_u64(&mut self, word: u64) {
-        self.0 = (self.0.rotate_left(26) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    }
-    fn write_u8(&mut self, byte: u8) {
-        self.write_u64(u64::from(byte));
-    }
-    fn write_usize(&mut self, word: usize) {
-        self.write_u64(word as u64);
+
+    fn find<'a>(&self, bytes: &[u8], bytes_of: impl Fn(u32) -> &'a [u8]) -> Option<u32> {
+        for slot in self.probes(bytes) {
+            match self.slots[slot] {
+                NONE => return None,
+                id if bytes_of(id) == bytes => return Some(id),
+                _ => {}
+            }
+        }
+        None
     }
 }
 
-type FastMap<K, V> = HashMap<K, V, BuildHasherDefault<FastHasher>>;
+/// How a token comes to be: of which halves, and how early.
+#[derive(Clone, Copy)]
+struct Merge {
+    /// A lower rank merges first.
+    rank: u32,
+    /// The bytes of the left half. With the token's own bytes it says what both halves are.
+    left: u32,
+}
 
 /// Qwen's tokenizer.
 pub struct Tokenizer {
     split: SysRegex,
     /// The id of each single byte.
     byte_ids: [u32; 256],
-    /// `left << 32 | right` → (rank, id of the merged token). A lower rank merges first.
-    merges: FastMap<u64, (u32, u32)>,
+    lookup: Lookup,
+    /// By id; rank `NONE` where no merge makes the token.
+    merges: Vec<Merge>,
+    /// Further ways to make a token: (id, bytes of the left half) → rank. Qwen has none.
+    other_merges: HashMap<(u32, u32), u32>,
     /// The bytes of all tokens, one after another; token `i` is `bytes[ends[i - 1]..ends[i]]`. Empty: unused.
     bytes: Vec<u8>,
     ends: Vec<u32>,
@@ -93,11 +126,11 @@ impl fmt::Debug for Tokenizer {
 impl Tokenizer {
     /// From a GGUF's `tokenizer.ggml.tokens` (byte-level form), `merges` ("left right"), `token_type` and `pre`.
     ///
-    /// Errors: another pre-tokenizer than `qwen2`, lists of unequal length, a merge of tokens that are not there.
-    pub fn from_vocab(
-        tokens: Vec<String>,
-        merges: Vec<String>,
-        token_types: Vec<i32>,
+    /// Errors: another pre-tokenizer than `qwen2`, lists of unequal length, a merge into a token that is not there.
+    pub fn from_vocab<S: AsRef<str>>(
+        tokens: &[S],
+        merges: &[S],
+        token_types: &[i32],
         pre: &str,
     ) -> Result<Tokenizer, TokenizerError> {
         if pre != "qwen2" {
@@ -117,9 +150,10 @@ impl Tokenizer {
             token_type::CONTROL | token_type::USER_DEFINED => Kind::Control,
             _ => Kind::Unused,
         });
-        let tokens: Vec<(&str, Kind)> = tokens.iter().map(String::as_str).zip(kinds).collect();
+        let tokens: Vec<(&str, Kind)> = tokens.iter().map(AsRef::as_ref).zip(kinds).collect();
         let merges = merges.iter().map(|merge| {
-            // The space that joins the halves is the first after the first character: no byte-level token holds one.
+            // No byte-level token holds a space.
+            let merge = merge.as_ref();
             merge.split_once(' ').ok_or_else(|| TokenizerError(format!("the merge `{merge}` is not `left right`")))
         });
         Tokenizer::build(&tokens, merges)
@@ -186,7 +220,7 @@ impl Tokenizer {
         let mut bytes = Vec::with_capacity(tokens.len() * 8);
         let mut ends = Vec::with_capacity(tokens.len());
         let mut controls = Vec::new();
-        let mut ids: FastMap<&str, u32> = FastMap::with_capacity_and_hasher(tokens.len(), Default::default());
+        let mut lookup = Lookup::new(tokens.len());
         let mut vocab_size = 0;
         for (id, &(token, kind)) in tokens.iter().enumerate() {
             match kind {
@@ -197,48 +231,59 @@ impl Tokenizer {
                     vocab_size = id + 1;
                 }
                 Kind::Text => {
+                    let start = bytes.len();
                     for c in token.chars() {
                         match to_byte.get(c as usize).copied().flatten() {
                             Some(byte) => bytes.push(byte),
                             None => return error(format!("token {id}, `{token}`, is not in the byte-level alphabet")),
                         }
                     }
-                    ids.insert(token, id as u32);
+                    lookup.insert(&bytes[start..], id as u32);
                     vocab_size = id + 1;
                 }
             }
             ends.push(bytes.len() as u32);
         }
 
+        let bytes_of = |id: u32| slice(&bytes, &ends, id);
         let mut byte_ids = [0u32; 256];
-        let mut found = [false; 256];
-        for (c, byte) in to_byte.iter().enumerate() {
-            let Some(byte) = byte else { continue };
-            let c = char::from_u32(c as u32).unwrap_or_default();
-            let Some(&id) = ids.get(c.encode_utf8(&mut [0; 4]) as &str) else {
-                return error(format!("the vocabulary has no token for the byte {byte:#04x}; it is not a byte-level one"));
+        for byte in 0..=255u8 {
+            let Some(id) = lookup.find(&[byte], bytes_of) else {
+                return error(format!(
+                    "the vocabulary has no token for the byte {byte:#04x}; it is not a byte-level one"
+                ));
             };
-            byte_ids[*byte as usize] = id;
-            found[*byte as usize] = true;
+            byte_ids[byte as usize] = id;
         }
-        debug_assert!(found.iter().all(|&f| f));
 
-        let mut map: FastMap<u64, (u32, u32)> = FastMap::with_capacity_and_hasher(merges.len(), Default::default());
-        let mut joined = String::new();
+        let mut made = vec![Merge { rank: NONE, left: 0 }; tokens.len()];
+        let mut other_merges = HashMap::new();
         for (rank, merge) in merges.enumerate() {
             let (left, right) = merge?;
-            joined.clear();
-            joined.push_str(left);
-            joined.push_str(right);
-            match (ids.get(left), ids.get(right), ids.get(joined.as_str())) {
-                (Some(&l), Some(&r), Some(&id)) => {
-                    map.entry(pair(l, r)).or_insert((rank as u32, id));
-                }
-                _ => return error(format!("the merge `{left} {right}` names a token that is not in the vocabulary")),
+            // Usually merge n makes token 256 + n; looking there first saves a lookup.
+            let guess = rank + 256;
+            let fits = tokens.get(guess).is_some_and(|(token, kind)| {
+                *kind == Kind::Text && token.strip_prefix(left).is_some_and(|rest| rest == right)
+            });
+            let id = if fits {
+                Some(guess as u32)
+            } else {
+                let joined = left.chars().chain(right.chars()).map(|c| to_byte.get(c as usize).copied().flatten());
+                joined.collect::<Option<Vec<u8>>>().and_then(|joined| lookup.find(&joined, bytes_of))
+            };
+            let Some(id) = id else {
+                return error(format!("the merge `{left} {right}` makes a token that is not in the vocabulary"));
+            };
+            let merge = Merge { rank: rank as u32, left: left.chars().count() as u32 };
+            let known = &mut made[id as usize];
+            if known.rank == NONE {
+                *known = merge;
+            } else if known.left != merge.left {
+                other_merges.entry((id, merge.left)).or_insert(merge.rank);
             }
         }
         let split = SysRegex::new(QWEN2_SPLIT).map_err(|e| TokenizerError(format!("the splitting expression: {e}")))?;
-        Ok(Tokenizer { split, byte_ids, merges: map, bytes, ends, controls, vocab_size })
+        Ok(Tokenizer { split, byte_ids, lookup, merges: made, other_merges, bytes, ends, controls, vocab_size })
     }
 
     /// One more than the highest id that means something, control tokens included. The logits may have more rows.
@@ -258,11 +303,7 @@ impl Tokenizer {
 
     /// The bytes of a token; a control token's are its name. Empty for an id that means nothing.
     pub fn token_bytes(&self, id: u32) -> &[u8] {
-        let i = id as usize;
-        match self.ends.get(i) {
-            None => &[],
-            Some(&end) => &self.bytes[if i == 0 { 0 } else { self.ends[i - 1] as usize }..end as usize],
-        }
+        slice(&self.bytes, &self.ends, id)
     }
 
     /// The bytes that these ids stand for. They need not be valid UTF-8 when the ids stop inside a character.
@@ -319,68 +360,75 @@ impl Tokenizer {
         }
     }
 
+    /// The token that these two neighbours make, and its rank.
+    fn merged(&self, both: &[u8], left: usize) -> Option<(u32, u32)> {
+        let id = self.lookup.find(both, |id| self.token_bytes(id))?;
+        let merge = self.merges[id as usize];
+        if merge.rank != NONE && merge.left as usize == left {
+            return Some((merge.rank, id));
+        }
+        if self.other_merges.is_empty() {
+            return None;
+        }
+        self.other_merges.get(&(id, left as u32)).map(|&rank| (rank, id))
+    }
+
     /// Merges one word: again and again the pair of the lowest rank, the leftmost first.
     fn merge(&self, word: &[u8], offset: usize, out: &mut Vec<(u32, usize)>) {
-        const NONE: usize = usize::MAX;
         if word.len() == 1 {
             out.push((self.byte_ids[word[0] as usize], offset));
             return;
         }
+        /// A token so far: the bytes from its own index on. `len` 0: merged into the one before.
+        #[derive(Clone, Copy)]
         struct Symbol {
             id: u32,
+            len: usize,
             prev: usize,
-            next: usize,
-            live: bool,
         }
         let n = word.len();
-        let mut symbols: Vec<Symbol> = (0..n)
-            .map(|i| Symbol {
-                id: self.byte_ids[word[i] as usize],
-                prev: if i == 0 { NONE } else { i - 1 },
-                next: if i + 1 == n { NONE } else { i + 1 },
-                live: true,
-            })
-            .collect();
-        // (rank, position, merged id, left id, right id): an entry whose pair has changed meanwhile is stale and skipped.
+        let mut symbols: Vec<Symbol> =
+            (0..n).map(|i| Symbol { id: self.byte_ids[word[i] as usize], len: 1, prev: i.wrapping_sub(1) }).collect();
+        // (rank, position, merged id, its bytes): an entry whose neighbours have changed meanwhile is skipped.
         let mut heap = BinaryHeap::with_capacity(n);
-        let candidate = |symbols: &[Symbol], left: usize| {
-            let right = symbols[left].next;
-            if right == NONE {
-                return None;
-            }
-            let (l, r) = (symbols[left].id, symbols[right].id);
-            self.merges.get(&pair(l, r)).map(|&(rank, id)| Reverse((rank, left, id, l, r)))
+        let candidate = |symbols: &[Symbol], at: usize| {
+            let left = symbols[at].len;
+            let right = symbols.get(at + left)?.len;
+            let (rank, id) = self.merged(&word[at..at + left + right], left)?;
+            Some(Reverse((rank, at, id, left, right)))
         };
-        for left in 0..n - 1 {
-            heap.extend(candidate(&symbols, left));
+        for at in 0..n - 1 {
+            heap.extend(candidate(&symbols, at));
         }
-        while let Some(Reverse((_, left, id, l, r))) = heap.pop() {
-            let right = symbols[left].next;
-            if !symbols[left].live || right == NONE || symbols[left].id != l || symbols[right].id != r {
+        while let Some(Reverse((_, at, id, left, right))) = heap.pop() {
+            if symbols[at].len != left || symbols.get(at + left).is_none_or(|s| s.len != right) {
                 continue;
             }
-            symbols[left].id = id;
-            symbols[right].live = false;
-            let after = symbols[right].next;
-            symbols[left].next = after;
-            if after != NONE {
-                symbols[after].prev = left;
+            symbols[at + left].len = 0;
+            symbols[at] = Symbol { id, len: left + right, ..symbols[at] };
+            if let Some(after) = symbols.get_mut(at + left + right) {
+                after.prev = at;
             }
-            heap.extend(candidate(&symbols, left));
-            if symbols[left].prev != NONE {
-                heap.extend(candidate(&symbols, symbols[left].prev));
+            heap.extend(candidate(&symbols, at));
+            if at > 0 {
+                heap.extend(candidate(&symbols, symbols[at].prev));
             }
         }
         let mut at = 0;
-        while at != NONE {
+        while at < n {
             out.push((symbols[at].id, offset + at));
-            at = symbols[at].next;
+            at += symbols[at].len;
         }
     }
 }
 
-fn pair(left: u32, right: u32) -> u64 {
-    u64::from(left) << 32 | u64::from(right)
+/// The bytes of token `id`.
+fn slice<'a>(bytes: &'a [u8], ends: &[u32], id: u32) -> &'a [u8] {
+    let i = id as usize;
+    match ends.get(i) {
+        None => &[],
+        Some(&end) => &bytes[if i == 0 { 0 } else { ends[i - 1] as usize }..end as usize],
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -52,7 +52,7 @@ fn real() -> Option<&'static Kit> {
     KIT.get_or_init(|| {
         let gguf = read_gguf(&model_file("qwen2.5-coder-0.5b-instruct-q4_k_m")?);
         let start = std::time::Instant::now();
-        let tokenizer = Arc::new(Tokenizer::from_vocab(gguf.tokens, gguf.merges, gguf.types, "qwen2").unwrap());
+        let tokenizer = Arc::new(Tokenizer::from_vocab(&gguf.tokens, &gguf.merges, &gguf.types, "qwen2").unwrap());
         println!("tokenizer built in {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
         Some(kit(tokenizer, &gguf.template, REAL_VOCAB))
     })
@@ -101,7 +101,7 @@ fn tiny() -> &'static Kit {
             {%- for message in messages %}{%- if message.role == 'tool' %}{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}\
             {%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}\
             {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}";
-        kit(Arc::new(Tokenizer::from_vocab(tokens, merges, types, "qwen2").unwrap()), template, vocab)
+        kit(Arc::new(Tokenizer::from_vocab(&tokens, &merges, &types, "qwen2").unwrap()), template, vocab)
     })
 }
 
@@ -110,7 +110,11 @@ fn with_controls(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
     let mut ids = Vec::new();
     let mut rest = text;
     while !rest.is_empty() {
-        let next = tokenizer.controls().iter().filter_map(|(name, id)| Some((rest.find(name.as_str())?, name.len(), *id))).min();
+        let next = tokenizer
+            .controls()
+            .iter()
+            .filter_map(|(name, id)| Some((rest.find(name.as_str())?, name.len(), *id)))
+            .min();
         let (at, len, id) = next.map_or((rest.len(), 0, None), |(at, len, id)| (at, len, Some(id)));
         ids.extend(tokenizer.encode_text(&rest[..at]));
         ids.extend(id);
@@ -121,6 +125,13 @@ fn with_controls(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
 
 fn is_control(tokenizer: &Tokenizer, id: u32) -> bool {
     tokenizer.controls().iter().any(|(_, c)| *c == id)
+}
+
+/// The same cases every time; nothing is written beside the sources.
+fn runner(cases: u32) -> proptest::test_runner::TestRunner {
+    let config = proptest::test_runner::Config { cases, failure_persistence: None, ..Default::default() };
+    let rng = proptest::test_runner::TestRng::deterministic_rng(config.rng_algorithm);
+    proptest::test_runner::TestRunner::new_with_rng(config, rng)
 }
 
 // ---- tokenizer ----
@@ -157,23 +168,20 @@ fn ids_equal_those_of_the_tokenizers_crate_and_of_tokenizer_json() {
     let gguf = read_gguf(&model_file("qwen2.5-coder-0.5b-instruct-q4_k_m").unwrap());
     let vocab: std::collections::HashMap<String, u32> =
         (0..151_643).map(|i| (gguf.tokens[i].clone(), i as u32)).collect();
-    let merges: Vec<(String, String)> = gguf
-        .merges
-        .iter()
-        .map(|m| m.split_once(' ').map(|(l, r)| (l.to_owned(), r.to_owned())).unwrap())
-        .collect();
-    let bpe = BPE::builder().vocab_and_merges(vocab.clone().into_iter().collect::<tokenizers::models::bpe::Vocab>(), merges).build().unwrap();
+    let merges: Vec<(String, String)> =
+        gguf.merges.iter().map(|m| m.split_once(' ').map(|(l, r)| (l.to_owned(), r.to_owned())).unwrap()).collect();
+    let bpe = BPE::builder()
+        .vocab_and_merges(vocab.clone().into_iter().collect::<tokenizers::models::bpe::Vocab>(), merges)
+        .build()
+        .unwrap();
     let mut oracle = tokenizers::Tokenizer::new(bpe);
     let pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-    let split = Split::new(SplitPattern::Regex(pattern.into()), tokenizers::SplitDelimiterBehavior::Isolated, false).unwrap();
+    let split =
+        Split::new(SplitPattern::Regex(pattern.into()), tokenizers::SplitDelimiterBehavior::Isolated, false).unwrap();
     oracle.with_normalizer(Some(tokenizers::normalizers::unicode::NFC)).unwrap();
     oracle.with_pre_tokenizer(Some(Sequence::new(vec![split.into(), ByteLevel::new(false, false, false).into()])));
-    let controls: Vec<Value> = kit
-        .tokenizer
-        .controls()
-        .iter()
-        .map(|(name, id)| json!({"id": id, "content": name, "special": true}))
-        .collect();
+    let controls: Vec<Value> =
+        kit.tokenizer.controls().iter().map(|(name, id)| json!({"id": id, "content": name, "special": true})).collect();
     let file = json!({
         "added_tokens": controls,
         "normalizer": {"type": "NFC"},
@@ -185,7 +193,6 @@ fn ids_equal_those_of_the_tokenizers_crate_and_of_tokenizer_json() {
     let from_json = Tokenizer::from_json(&file.to_string()).unwrap();
     assert_eq!(from_json.vocab_size(), kit.tokenizer.vocab_size());
 
-    let mut runner = proptest::test_runner::TestRunner::deterministic();
     let piece = prop_oneof![
         "\\PC{0,12}",
         "[a-zA-Z'_ ]{0,20}",
@@ -196,7 +203,7 @@ fn ids_equal_those_of_the_tokenizers_crate_and_of_tokenizer_json() {
         "(a|ab|x){0,60}",
     ];
     let texts = proptest::collection::vec(piece, 0..6).prop_map(|p| p.concat());
-    runner
+    runner(256)
         .run(&texts, |text| {
             let want = oracle.encode_fast(text.as_str(), false).unwrap().get_ids().to_vec();
             prop_assert_eq!(kit.tokenizer.encode_text(&text), &want[..], "{:?}", &text);
@@ -216,16 +223,21 @@ fn what_is_not_qwens_is_refused_by_name() {
         assert!(why.contains(want), "{why:?} does not name {want:?}");
     };
     let bytes = || (0..=255).map(|b| byte_char(b).to_string()).collect::<Vec<_>>();
-    check(Tokenizer::from_vocab(bytes(), vec![], vec![1; 256], "llama-bpe"), "llama-bpe");
-    check(Tokenizer::from_vocab(bytes(), vec![], vec![1; 3], "qwen2"), "3 token types");
-    check(Tokenizer::from_vocab(bytes(), vec!["a zz".into()], vec![1; 256], "qwen2"), "a zz");
-    check(Tokenizer::from_vocab(bytes(), vec!["ab".into()], vec![1; 256], "qwen2"), "`ab`");
-    check(Tokenizer::from_vocab(vec!["a".into()], vec![], vec![1], "qwen2"), "no token for the byte");
-    check(Tokenizer::from_vocab(vec!["本".into()], vec![], vec![1], "qwen2"), "本");
+    let vocab = |tokens: &[String], merges: &[&str], types: usize, pre: &str| {
+        let merges: Vec<String> = merges.iter().map(|m| (*m).to_owned()).collect();
+        Tokenizer::from_vocab(tokens, &merges, &vec![1; types], pre)
+    };
+    check(vocab(&bytes(), &[], 256, "llama-bpe"), "llama-bpe");
+    check(vocab(&bytes(), &[], 3, "qwen2"), "3 token types");
+    check(vocab(&bytes(), &["a zz"], 256, "qwen2"), "a zz");
+    check(vocab(&bytes(), &["ab"], 256, "qwen2"), "`ab`");
+    check(vocab(&["a".to_owned()], &[], 1, "qwen2"), "no token for the byte");
+    check(vocab(&["本".to_owned()], &[], 1, "qwen2"), "本");
     check(Tokenizer::from_json("{"), "not a tokenizer.json");
     let file = |model: &str, normalizer: &str| {
         json!({"normalizer": {"type": normalizer}, "pre_tokenizer": {"type": "ByteLevel"},
-               "model": {"type": model, "vocab": {}, "merges": []}}).to_string()
+               "model": {"type": model, "vocab": {}, "merges": []}})
+        .to_string()
     };
     check(Tokenizer::from_json(&file("Unigram", "NFC")), "Unigram");
     check(Tokenizer::from_json(&file("BPE", "NFKC")), "NFKC");
@@ -345,12 +357,21 @@ fn untrusted_text_makes_no_control_token() {
         };
         let call = ToolCall { id: String::new(), name: evil.into(), arguments: json!({evil: [evil]}), rescued: false };
         let messages = |t: &str| {
-            let message = AssistantMessage { text: t.into(), calls: vec![ToolCall { name: t.into(), arguments: json!({"a": t}), ..call.clone() }], ids: None };
+            let message = AssistantMessage {
+                text: t.into(),
+                calls: vec![ToolCall { name: t.into(), arguments: json!({"a": t}), ..call.clone() }],
+                ids: None,
+            };
             vec![
                 Message::System { text: t.into() },
                 user(t),
                 Message::Assistant(message),
-                Message::Tool(ToolResult { text: t.into(), name: t.into(), reminder: Some(t.into()), ..result("Read") }),
+                Message::Tool(ToolResult {
+                    text: t.into(),
+                    name: t.into(),
+                    reminder: Some(t.into()),
+                    ..result("Read")
+                }),
                 Message::Assistant(AssistantMessage { text: t.into(), ..Default::default() }),
             ]
         };
@@ -374,7 +395,11 @@ fn reminders_stand_in_their_results_turn() {
         user("go"),
         Message::Assistant(AssistantMessage { ids: Some(vec![1, 2, 3]), ..Default::default() }),
         Message::Tool(ToolResult { text: "one".into(), ..result("Read") }),
-        Message::Tool(ToolResult { text: "".into(), reminder: Some("Answer the question now: go".into()), ..result("Read") }),
+        Message::Tool(ToolResult {
+            text: "".into(),
+            reminder: Some("Answer the question now: go".into()),
+            ..result("Read")
+        }),
     ];
     let prompt = kit.template.render(&messages, &[], true).unwrap();
     let end = "<tool_response>\n\n</tool_response>\nAnswer the question now: go<|im_end|>\n<|im_start|>assistant\n";
@@ -418,7 +443,8 @@ fn the_config_of_a_folder_gives_its_template() {
     let check = |config: Value, want: Result<&str, &str>| {
         std::fs::write(&path, config.to_string()).unwrap();
         let template = Template::from_config(&path, tiny().tokenizer.clone());
-        let text = template.and_then(|t| t.render(&[user("hi")], &[], false)).map(|p| p.text).map_err(|e| e.to_string());
+        let text =
+            template.and_then(|t| t.render(&[user("hi")], &[], false)).map(|p| p.text).map_err(|e| e.to_string());
         match (text, want) {
             (Ok(text), Ok(want)) => assert_eq!(text, want),
             (Err(why), Err(want)) => assert!(why.contains(want), "{why}"),
@@ -436,7 +462,10 @@ fn json_is_written_as_python_writes_it() {
     for (value, want) in [
         (json!({"a": [1, -2.5, null, true], "b": {}}), r#"{"a": [1, -2.5, null, true], "b": {}}"#),
         (json!("ế<&>'\"\\\n\u{1}\u{7f}/"), "\"ế<&>'\\\"\\\\\\n\\u0001\u{7f}/\""),
-        (json!([1e20, 1e16, 1e15, 1.5e-5, 1e-4, 0.1, 1.0, -0.0]), "[1e+20, 1e+16, 1000000000000000.0, 1.5e-05, 0.0001, 0.1, 1.0, -0.0]"),
+        (
+            json!([1e20, 1e16, 1e15, 1.5e-5, 1e-4, 0.1, 1.0, -0.0]),
+            "[1e+20, 1e+16, 1000000000000000.0, 1.5e-05, 0.0001, 0.1, 1.0, -0.0]",
+        ),
         (json!(18446744073709551615u64), "18446744073709551615"),
     ] {
         assert_eq!(to_json(&value), want);
@@ -451,10 +480,10 @@ fn prompts_only_grow() {
         let ids = proptest::collection::vec(0u32..kit.tokenizer.vocab_size() as u32 - 30, 0..12);
         let step = (word.clone(), ids, proptest::bool::ANY, word.clone(), proptest::option::of(word));
         let strategy = (proptest::collection::vec(step, 1..5), proptest::bool::ANY);
-        let mut runner = proptest::test_runner::TestRunner::deterministic();
-        runner
+        runner(256)
             .run(&strategy, |(steps, system)| {
-                let tools = [ToolSpec { name: "f".into(), description: "bản".into(), parameters: json!({"type": "object"}) }];
+                let tools =
+                    [ToolSpec { name: "f".into(), description: "bản".into(), parameters: json!({"type": "object"}) }];
                 let mut messages = Vec::new();
                 if system {
                     messages.push(Message::System { text: "Be brief.".into() });
@@ -473,62 +502,22 @@ fn prompts_only_grow() {
                         let mut held = prompt.ids;
                         held.extend(&ids);
                         before = Some(held);
-                        messages.push(Message::Assistant(AssistantMessage { ids: Some(ids.clone()), ..Default::default() }));
+                        messages.push(Message::Assistant(AssistantMessage {
+                            ids: Some(ids.clone()),
+                            ..Default::default()
+                        }));
                         if round == 0 && calls {
                             let reminder = reminder.clone();
-                            messages.push(Message::Tool(ToolResult { text: format!("x{output}"), reminder, ..result("f") }));
+                            messages.push(Message::Tool(ToolResult {
+                                text: format!("x{output}"),
+                                reminder,
+                                ..result("f")
+                            }));
                         }
                     }
                 }
                 Ok(())
             })
             .unwrap();
-    }
-}
-
-#[test]
-fn zz_times() {
-    let Some(path) = model_file("qwen2.5-coder-0.5b-instruct-q4_k_m") else { return };
-    use std::time::Instant;
-    let ms = |t: Instant| t.elapsed().as_secs_f64() * 1e3;
-    for _ in 0..3 {
-        let gguf = read_gguf(&path);
-        let t = Instant::now();
-        let tok = Arc::new(Tokenizer::from_vocab(gguf.tokens, gguf.merges, gguf.types, "qwen2").unwrap());
-        println!("tokenizer {:.1}", ms(t));
-        let t = Instant::now();
-        let template = Template::new(&gguf.template, tok.clone()).unwrap();
-        println!("template {:.2}", ms(t));
-        let (m, tools) = golden_messages(&golden()[3]);
-        let t = Instant::now();
-        let p = template.render(&m, &tools, true).unwrap();
-        println!("render {} tokens {:.2}", p.ids.len(), ms(t));
-        let many = vec![tools[0].clone(); 50];
-        let t = Instant::now();
-        let p = template.render(&m, &many, true).unwrap();
-        println!("render {} tokens {:.2}", p.ids.len(), ms(t));
-        let g = Grammars::new(tok.clone(), REAL_VOCAB).unwrap();
-        let t = Instant::now();
-        let c = g.compile(&tools);
-        println!("compile check {:.2}", ms(t));
-        let t = Instant::now();
-        g.warm();
-        println!("warm {:.1}", ms(t));
-        let t = Instant::now();
-        let mut mm = g.matcher(&c, None).unwrap();
-        println!("matcher {:.2}", ms(t));
-        let t = Instant::now();
-        let _ = g.matcher(&c, None).unwrap();
-        println!("matcher again {:.3}", ms(t));
-        for text in ["\n{\"name\": \"", "read_file", "\", \"arguments\": {\"path\": \"", "some", " path", " and", " more"] {
-            let ids = tok.encode_exact(text);
-            let t = Instant::now();
-            let ff = mm.compute_ff_tokens();
-            let a = ms(t);
-            let t = Instant::now();
-            let _ = mm.compute_mask().unwrap();
-            println!("ff {} {:.3} mask {:.3}", ff.len(), a, ms(t));
-            mm.consume_tokens(&ids).unwrap();
-        }
     }
 }

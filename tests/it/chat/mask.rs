@@ -116,14 +116,20 @@ fn tool(name: &str, parameters: Value) -> ToolSpec {
 }
 
 fn search() -> ToolSpec {
-    tool("search_blog", json!({"type": "object", "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}}, "required": ["query"], "additionalProperties": false}))
+    tool(
+        "search_blog",
+        json!({"type": "object", "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}}, "required": ["query"], "additionalProperties": false}),
+    )
 }
 
 fn tools() -> Vec<ToolSpec> {
     vec![
         search(),
         tool("search", json!({"type": "object", "properties": {}})),
-        tool("mcp.weather-now", json!({"type": "object", "properties": {"city": {"enum": ["Hà Nội", "Huế"]}}, "required": ["city"]})),
+        tool(
+            "mcp.weather-now",
+            json!({"type": "object", "properties": {"city": {"enum": ["Hà Nội", "Huế"]}}, "required": ["city"]}),
+        ),
         tool("tìm_kiếm", json!({"type": "object", "properties": {"từ": {"type": "string"}}, "required": ["từ"]})),
     ]
 }
@@ -147,13 +153,23 @@ fn text_and_calls_in_auto() {
         assert!(out.ended && out.rewinds == 0);
 
         let out = run(CALL);
-        assert_eq!(out.parsed.calls, [ToolCall { id: String::new(), name: "search_blog".into(), arguments: json!({"query": "mưa"}), rescued: false }]);
+        assert_eq!(
+            out.parsed.calls,
+            [ToolCall {
+                id: String::new(),
+                name: "search_blog".into(),
+                arguments: json!({"query": "mưa"}),
+                rescued: false
+            }]
+        );
         assert_eq!(out.started, [("search_blog".to_owned(), false)]);
         assert_eq!(String::from_utf8(kit.tokenizer.decode(&out.ids)).unwrap(), CALL);
         assert!(out.ended && out.forced > 0 && out.streamed.is_empty());
 
         // Text, then two calls; then nothing more, though the model would like to.
-        let two = format!("Tôi sẽ tìm.\n{CALL}\n<tool_call>\n{{\"name\": \"mcp.weather-now\", \"arguments\": {{\"city\": \"Huế\"}}}}\n</tool_call> and");
+        let two = format!(
+            "Tôi sẽ tìm.\n{CALL}\n<tool_call>\n{{\"name\": \"mcp.weather-now\", \"arguments\": {{\"city\": \"Huế\"}}}}\n</tool_call> and"
+        );
         let out = run(&two);
         assert_eq!(out.parsed.text, "Tôi sẽ tìm.");
         assert_eq!(out.parsed.calls.len(), 2);
@@ -178,14 +194,18 @@ fn text_and_calls_in_auto() {
 #[test]
 fn the_other_choices() {
     for kit in kits() {
-        let want = |choice: ToolChoice, text: &str| drive(kit, mask(kit, &tools(), choice, true), 400, writer(kit, &[text]));
+        let want =
+            |choice: ToolChoice, text: &str| drive(kit, mask(kit, &tools(), choice, true), 400, writer(kit, &[text]));
         let out = want(ToolChoice::Required, CALL);
         assert_eq!(out.parsed.calls[0].arguments, json!({"query": "mưa"}));
         assert_eq!(out.ids[0], kit.tokenizer.control("<tool_call>").unwrap());
         let other = "<tool_call>\n{\"name\": \"tìm_kiếm\", \"arguments\": {\"từ\": \"x\"}}\n</tool_call>";
         let out = want(ToolChoice::Named("tìm_kiếm".into()), &format!("{other}\n{CALL}"));
         assert_eq!(out.parsed.calls.len(), 1, "exactly one");
-        assert_eq!((out.parsed.calls[0].name.as_str(), &out.parsed.calls[0].arguments), ("tìm_kiếm", &json!({"từ": "x"})));
+        assert_eq!(
+            (out.parsed.calls[0].name.as_str(), &out.parsed.calls[0].arguments),
+            ("tìm_kiếm", &json!({"từ": "x"}))
+        );
         // The whole beginning is one batch.
         let mut named = mask(kit, &tools(), ToolChoice::Named("search_blog".into()), true);
         let head = String::from_utf8(kit.tokenizer.decode(&named.forced())).unwrap();
@@ -197,9 +217,12 @@ fn the_other_choices() {
         let err = |choice, tools: &[ToolSpec]| {
             CallMask::new(kit.grammars.clone(), kit.grammars.compile(tools), choice, true).err().unwrap_or_default()
         };
-        assert!(err(ToolChoice::Named("nope".into()), &tools()).contains("`nope` is not offered; offered are: search_blog"));
+        assert!(
+            err(ToolChoice::Named("nope".into()), &tools()).contains("`nope` is not offered; offered are: search_blog")
+        );
         assert!(err(ToolChoice::Required, &[]).contains("no tool"));
-        let remote = [tool("far", json!({"type": "object", "properties": {"a": {"$ref": "https://example.com/a.json"}}}))];
+        let remote =
+            [tool("far", json!({"type": "object", "properties": {"a": {"$ref": "https://example.com/a.json"}}}))];
         assert!(err(ToolChoice::Named("far".into()), &remote).contains("outside of itself"));
     }
 }
@@ -347,29 +370,68 @@ fn a_forbidden_call_is_led_away_from() {
 fn schemas_are_checked_one_by_one() {
     let kit = tiny();
     let object = |properties: Value| json!({"type": "object", "properties": properties});
-    let cases: Vec<(&str, Value, Result<Vec<&str>, &str>)> = vec![
+    type Case<'a> = (&'a str, Value, Result<Vec<&'a str>, &'a str>);
+    let cases: Vec<Case> = vec![
         ("plain", object(json!({"a": {"type": "string"}})), Ok(vec![])),
         ("empty", json!({}), Ok(vec![])),
         ("null", Value::Null, Ok(vec![])),
         ("any", object(json!({"a": {}, "b": true})), Ok(vec![])),
-        ("unique", object(json!({"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": true}, "b": {"uniqueItems": true}})), Ok(vec!["`uniqueItems`"])),
+        (
+            "unique",
+            object(
+                json!({"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": true}, "b": {"uniqueItems": true}}),
+            ),
+            Ok(vec!["`uniqueItems`"]),
+        ),
         ("not", object(json!({"a": {"not": {"type": "string"}, "type": ["integer", "string"]}})), Ok(vec!["`not`"])),
-        ("format", object(json!({"a": {"type": "string", "format": "uri-reference"}, "d": {"type": "string", "format": "date"}})), Ok(vec!["`format: uri-reference`"])),
+        (
+            "format",
+            object(
+                json!({"a": {"type": "string", "format": "uri-reference"}, "d": {"type": "string", "format": "date"}}),
+            ),
+            Ok(vec!["`format: uri-reference`"]),
+        ),
         ("pattern", object(json!({"a": {"type": "string", "pattern": "^(?=x)y"}})), Ok(vec!["`pattern: ^(?=x)y`"])),
-        ("iff", json!({"type": "object", "properties": {"a": {"type": "string"}}, "if": {}, "then": {}, "else": {}}), Ok(vec!["`if`", "`then`", "`else`"])),
+        (
+            "iff",
+            json!({"type": "object", "properties": {"a": {"type": "string"}}, "if": {}, "then": {}, "else": {}}),
+            Ok(vec!["`if`", "`then`", "`else`"]),
+        ),
         ("oneof", object(json!({"a": {"oneOf": [{"type": "number"}, {"type": "integer"}]}})), Ok(vec!["`oneOf`"])),
-        ("ref", json!({"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}}}), Ok(vec![])),
-        ("both", json!({"type": "object", "properties": {"x_a": {"type": "string"}}, "patternProperties": {"^x_": {"type": "string"}}, "required": ["x_a"], "additionalProperties": false}), Ok(vec![])),
+        (
+            "ref",
+            json!({"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}}}),
+            Ok(vec![]),
+        ),
+        (
+            "both",
+            json!({"type": "object", "properties": {"x_a": {"type": "string"}}, "patternProperties": {"^x_": {"type": "string"}}, "required": ["x_a"], "additionalProperties": false}),
+            Ok(vec![]),
+        ),
         ("draft3", object(json!({"a": {"type": "string", "required": true}})), Ok(vec!["`required (not a list)`"])),
         ("remote", object(json!({"a": {"$ref": "https://example.com/x.json"}})), Err("https://example.com/x.json")),
         ("dangling", object(json!({"a": {"$ref": "#/$defs/nothing"}})), Err("cannot be compiled")),
-        ("itself", json!({"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"], "$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}}}), Err("requires itself")),
-        ("nothing", json!({"type": "object", "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}}, "required": ["a"]}), Err("nsatisfiable")),
+        (
+            "itself",
+            json!({"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"], "$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}}}),
+            Err("requires itself"),
+        ),
+        (
+            "nothing",
+            json!({"type": "object", "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}}, "required": ["a"]}),
+            Err("nsatisfiable"),
+        ),
         ("false", json!({"type": "object", "properties": {"a": false}, "required": ["a"]}), Err("nsatisfiable")),
         ("kind", json!({"type": "string"}), Err("must be an object")),
         ("list", json!([1]), Err("must be a JSON Schema")),
         ("unknown", object(json!({"a": {"type": "dict"}})), Err("dict")),
-        ("vietnamese", object(json!({"a": {"type": "integer", "minimum": "một con số không phải là số, mà là một câu rất dài bằng tiếng Việt, để cắt giữa chữ ế ế ế ế"}})), Err("cannot be compiled")),
+        (
+            "vietnamese",
+            object(
+                json!({"a": {"type": "integer", "minimum": "một con số không phải là số, mà là một câu rất dài bằng tiếng Việt, để cắt giữa chữ ế ế ế ế"}}),
+            ),
+            Err("cannot be compiled"),
+        ),
         ("", json!({}), Err("needs a name")),
         ("plain", json!({}), Err("already")),
     ];
@@ -429,6 +491,17 @@ fn schema(depth: u32) -> BoxedStrategy<Value> {
         Just(json!({"enum": ["Hà Nội", "Huế", "thành phố Hồ Chí Minh", "東京"]})),
         Just(json!({"enum": ["a", 1, null, true]})),
         Just(json!({"const": "đúng"})),
+        Just(json!({"type": "string", "format": "date-time"})),
+        Just(json!({"type": "integer", "multipleOf": 5, "minimum": 10})),
+        Just(json!({"type": "number", "minimum": -1.5, "maximum": 2.25})),
+        Just(json!({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": false})),
+        Just(json!({"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 3})),
+        Just(
+            json!({"type": "object", "patternProperties": {"^x_": {"type": "boolean"}}, "additionalProperties": false})
+        ),
+        Just(json!({"allOf": [{"type": "integer"}, {"minimum": 3}]})),
+        Just(json!({"oneOf": [{"type": "string", "pattern": "^a"}, {"type": "integer"}]})),
+        Just(json!({})),
         Just(json!({"type": ["string", "null"]})),
         Just(json!({"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}]})),
     ];
@@ -444,12 +517,14 @@ fn schema(depth: u32) -> BoxedStrategy<Value> {
 }
 
 fn object(depth: u32) -> BoxedStrategy<Value> {
-    let key = prop_oneof!["[a-z_]{1,8}", Just("thành phố".to_owned()), Just("a\"b\\c".to_owned()), Just("名前".to_owned())];
+    let key =
+        prop_oneof!["[a-z_]{1,8}", Just("thành phố".to_owned()), Just("a\"b\\c".to_owned()), Just("名前".to_owned())];
     proptest::collection::vec((key, schema(depth), proptest::bool::ANY), 0..4)
         .prop_map(|entries| {
             let required: Vec<&String> = entries.iter().filter(|(_, _, r)| *r).map(|(k, _, _)| k).collect();
             let required: std::collections::BTreeSet<&String> = required.into_iter().collect();
-            let properties: serde_json::Map<String, Value> = entries.iter().map(|(k, s, _)| (k.clone(), s.clone())).collect();
+            let properties: serde_json::Map<String, Value> =
+                entries.iter().map(|(k, s, _)| (k.clone(), s.clone())).collect();
             json!({"type": "object", "properties": properties, "required": required, "additionalProperties": false})
         })
         .boxed()
@@ -467,11 +542,8 @@ fn any_logits_make_a_valid_call() {
                 if bytes.contains(&b'"') { 3.0 } else { f32::from(bytes.iter().any(|b| matches!(b, b'}' | b']'))) }
             })
             .collect();
-        let config = proptest::test_runner::Config { cases, ..Default::default() };
-        let rng = proptest::test_runner::TestRng::deterministic_rng(config.rng_algorithm);
-        let mut runner = proptest::test_runner::TestRunner::new_with_rng(config, rng);
         let strategy = (proptest::collection::vec(object(2), 1..names.len()), 1u64..u64::MAX);
-        runner
+        runner(cases)
             .run(&strategy, |(schemas, mut seed)| {
                 let tools: Vec<ToolSpec> = schemas.iter().zip(names).map(|(s, name)| tool(name, s.clone())).collect();
                 let grammar = kit.grammars.compile(&tools);
@@ -490,7 +562,11 @@ fn any_logits_make_a_valid_call() {
                 };
                 let mask = mask(kit, &tools, ToolChoice::Required, true);
                 let out = drive(kit, mask, 3_000, model);
-                prop_assert!(out.ended && !out.parsed.calls.is_empty(), "{:?}", String::from_utf8_lossy(&kit.tokenizer.decode(&out.ids)));
+                prop_assert!(
+                    out.ended && !out.parsed.calls.is_empty(),
+                    "{:?}",
+                    String::from_utf8_lossy(&kit.tokenizer.decode(&out.ids))
+                );
                 for call in &out.parsed.calls {
                     let tool = tools.iter().find(|t| t.name == call.name);
                     prop_assert!(tool.is_some(), "unknown name {:?}", &call.name);
