@@ -103,6 +103,8 @@ pub enum StopReason {
     Terminated,
     /// The prompt and the reserved output do not fit the context; refused before any work.
     ContextOverflow,
+    /// The run was refused before or instead of work.
+    Refused,
     Failed,
 }
 

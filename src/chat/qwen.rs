@@ -13,7 +13,7 @@ use super::{Completion, CompletionRequest, Delta, LanguageModel, ModelError, Mod
 use crate::engine::{self, Engine, Event, Failure, Request};
 use crate::message::{AssistantMessage, Message, ToolSpec};
 use crate::model::gguf::Gguf;
-use crate::model::{Backend, KvType, Model};
+use crate::model::{Backend, KvType, Model, Source};
 
 /// How to open a model.
 #[derive(Clone, Debug)]
@@ -80,7 +80,11 @@ impl ChatFormat {
 impl Qwen {
     /// Loads the weights and, on another thread, the tokenizer. Costs the time to read the file once.
     pub fn open(path: &Path, options: Options) -> Result<Self, String> {
-        let source = crate::model::Source::open(path)?;
+        Self::load(Source::open(path)?, path, options)
+    }
+
+    /// As [`Qwen::open`], from an opened source; `path` is where its tokenizer lies.
+    pub fn load(source: Source, path: &Path, options: Options) -> Result<Self, String> {
         let config = source.config()?;
         let chat_path: PathBuf = path.to_owned();
         let chat = std::thread::spawn(move || ChatFormat::open(&chat_path, Some(config.vocab)));

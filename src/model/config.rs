@@ -1,6 +1,7 @@
 //! The numbers of a Qwen2 model, and the refusal of what is not one.
 
 use super::gguf::{Gguf, Value};
+use super::kv::{KvShape, KvType};
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
@@ -19,6 +20,11 @@ pub struct Config {
 }
 
 impl Config {
+    /// The shape of a KV cache of this model.
+    pub fn kv_shape(&self, kind: KvType) -> KvShape {
+        KvShape { layers: self.layers, kv_heads: self.kv_heads, head_dim: self.head_dim, kind }
+    }
+
     pub fn from_gguf(file: &Gguf) -> Result<Self, String> {
         let fail = |why: String| format!("{}: {why}", file.path().display());
         let architecture = file.str("general.architecture").unwrap_or("(none)");

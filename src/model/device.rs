@@ -106,8 +106,7 @@ impl DeviceModel {
     }
 
     pub fn kv_shape(&self) -> KvShape {
-        let c = &self.config;
-        KvShape { layers: c.layers, kv_heads: c.kv_heads, head_dim: c.head_dim, kind: self.kv_type }
+        self.config.kv_shape(self.kv_type)
     }
 
     /// As the CPU model's `forward`.

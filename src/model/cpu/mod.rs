@@ -210,8 +210,7 @@ impl CpuModel {
     }
 
     pub fn kv_shape(&self) -> KvShape {
-        let c = &self.config;
-        KvShape { layers: c.layers, kv_heads: c.kv_heads, head_dim: c.head_dim, kind: self.kv_type }
+        self.config.kv_shape(self.kv_type)
     }
 
     /// Evaluates `ids` (at least one) at the positions after `kv`, appends their keys and values, and returns the logits

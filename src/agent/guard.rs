@@ -1,0 +1,136 @@
+//! Small models, given a tool's result, often make the same call again instead of answering. This file knows which calls
+//! are such repeats.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::message::{ToolCall, json_canonical};
+use crate::session::Event;
+
+/// The length of the user's question in a reminder, in characters.
+const QUESTION_CHARS_MAX: usize = 300;
+
+/// Two calls with the same key ask for the same thing: the name, and the arguments whatever the order of their keys.
+pub(super) fn key(call: &ToolCall) -> String {
+    format!("{} {}", call.name, json_canonical(&call.arguments))
+}
+
+/// The keys of the calls that have a good answer which still holds. They were made since the last user message, their results
+/// were no errors, and no call that may change something ran after them: to read a file again after an edit, or to
+/// run a test again, is no repeat.
+pub(super) fn answered<'a>(
+    events: impl IntoIterator<Item = &'a Event>,
+    read_only: impl Fn(&str) -> bool,
+) -> HashSet<String> {
+    let mut calls: HashMap<&str, &ToolCall> = HashMap::new();
+    let mut started: HashSet<&str> = HashSet::new();
+    let mut answered = HashSet::new();
+    for event in events {
+        match event {
+            Event::User { .. } => {
+                calls.clear();
+                answered.clear();
+            }
+            Event::Assistant { message, .. } => calls.extend(message.calls.iter().map(|call| (call.id.as_str(), call))),
+            Event::ToolStarted { call_id } => {
+                started.insert(call_id);
+            }
+            Event::ToolResult { result, .. } => {
+                let Some(call) = calls.get(result.call_id.as_str()) else { continue };
+                let ran = started.contains(call.id.as_str());
+                if ran && !read_only(&call.name) {
+                    answered.clear();
+                }
+                if ran && !result.is_error {
+                    answered.insert(key(call));
+                }
+            }
+            _ => {}
+        }
+    }
+    answered
+}
+
+/// What stands after a result so that the model answers. `question` is the user's text.
+pub(super) fn reminder(question: &str) -> String {
+    let mut bounded: String = question.trim().chars().take(QUESTION_CHARS_MAX).collect();
+    if bounded.len() < question.trim().len() {
+        bounded.push('…');
+    }
+    format!("answer the question now: {bounded}")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::message::{AssistantMessage, FinishReason, ToolResult, Usage};
+
+    fn call(id: &str, name: &str, arguments: Value) -> ToolCall {
+        ToolCall { id: id.into(), name: name.into(), arguments, rescued: false }
+    }
+
+    #[test]
+    fn keys_ignore_the_order_of_keys_and_nothing_else() {
+        let same = |a: Value, b: Value| key(&call("1", "T", a)) == key(&call("2", "T", b));
+        assert!(same(json!({"a": 1, "b": {"c": [1, 2], "d": "ế"}}), json!({"b": {"d": "ế", "c": [1, 2]}, "a": 1})));
+        assert!(!same(json!({"a": [1, 2]}), json!({"a": [2, 1]})));
+        assert!(!same(json!({"a": "1"}), json!({"a": 1})));
+        assert!(!same(json!({"a": "x\",\"b"}), json!({"a": "x", "b": ""})));
+        assert_ne!(key(&call("1", "A", json!({}))), key(&call("1", "B", json!({}))));
+    }
+
+    /// `script`: one letter a call: `r`/`s` two different reads, `w` a write; upper case is an error, `!` after it a call that
+    /// did not run; `u` a user message. → the letters whose answers still hold.
+    fn check(script: &str, expected: &str) {
+        let mut events = Vec::new();
+        let letters: Vec<char> = script.chars().collect();
+        for (at, &letter) in letters.iter().enumerate() {
+            if letter == 'u' {
+                events.push(Event::User { text: String::new() });
+                continue;
+            }
+            if letter == '!' {
+                continue;
+            }
+            let id = format!("call_{at}");
+            let name = letter.to_ascii_lowercase().to_string();
+            let message = AssistantMessage { calls: vec![call(&id, &name, json!({}))], ..Default::default() };
+            let finish = FinishReason::Stop;
+            events.push(Event::Assistant { message, finish, usage: Usage::default(), notes: vec![] });
+            if letters.get(at + 1) != Some(&'!') {
+                events.push(Event::ToolStarted { call_id: id.clone() });
+            }
+            let is_error = letter.is_uppercase();
+            let result = ToolResult { call_id: id, name, text: String::new(), is_error, reminder: None };
+            events.push(Event::ToolResult { result, duration_ms: 0 });
+        }
+        let answered = answered(&events, |name| name != "w");
+        let mut found: Vec<char> = "rsw".chars().filter(|c| answered.contains(&format!("{c} {{}}"))).collect();
+        found.sort_unstable();
+        assert_eq!(found.into_iter().collect::<String>(), expected, "{script}");
+    }
+
+    #[test]
+    fn which_answers_hold() {
+        check("ur", "r");
+        check("urs", "rs");
+        check("uR", "");
+        check("urR", "r");
+        check("urw", "w");
+        check("uwr", "rw");
+        check("urW", "");
+        check("urW!", "r");
+        check("uw!", "");
+        check("uru", "");
+        check("urwr", "rw");
+    }
+
+    #[test]
+    fn the_reminder_is_bounded_in_characters() {
+        assert_eq!(reminder(" How many? "), "answer the question now: How many?");
+        let long = reminder(&"ế".repeat(301));
+        assert_eq!(long.chars().filter(|&c| c == 'ế').count(), 300);
+        assert!(long.ends_with('…'));
+    }
+}

@@ -1,0 +1,166 @@
+//! The flags that several commands share.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use crate::message::ToolChoice;
+use crate::permission::Mode;
+
+/// Which model, and how it is loaded.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Model")]
+pub struct ModelOptions {
+    /// An id (`cob model list`), a GGUF file, a safetensors folder, or scripted:FILE (plays replies from a JSON file; for
+    /// tests and demos) [default: COB_MODEL, then the config, then the built-in default]
+    #[arg(long, value_name = "ID|PATH")]
+    pub model: Option<String>,
+    /// Where the model computes
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: Device,
+    /// Threads of the CPU [default: one for each core]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub threads: Option<usize>,
+    /// The length of the context that memory is kept for [default: what the model was made for, as far as memory allows]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub context_tokens: Option<usize>,
+    /// How keys and values are stored
+    #[arg(long, value_name = "TYPE", default_value = "f16")]
+    pub kv_type: KvType,
+    /// Fetch nothing; use what is here
+    #[arg(long)]
+    pub offline: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Device {
+    /// CUDA or Metal if this build has it and the machine too, else the CPU
+    Auto,
+    Cpu,
+    Cuda,
+    Metal,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KvType {
+    F32,
+    F16,
+}
+
+/// How tokens are drawn.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Sampling")]
+pub struct SamplingOptions {
+    /// 0 is greedy [default: 0]
+    #[arg(long, value_name = "T", value_parser = temperature)]
+    pub temperature: Option<f64>,
+    /// Draw only from the K likeliest tokens; 0 is off [default: 0]
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Draw only from the likeliest tokens that together have this probability; 1 is off [default: 1]
+    #[arg(long, value_name = "P", value_parser = probability)]
+    pub top_p: Option<f64>,
+    /// Draw only tokens that have this share of the likeliest one's probability; 0 is off [default: 0]
+    #[arg(long, value_name = "P", value_parser = probability)]
+    pub min_p: Option<f64>,
+    /// Makes a run with the same model and settings repeat [default: drawn, and recorded]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+}
+
+/// What the agent may do, and for how long.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Agent")]
+pub struct AgentOptions {
+    /// The system prompt [default: the model's own]
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// The folder to work in [default: the current one]
+    #[arg(long, value_name = "DIR")]
+    pub cwd: Option<PathBuf>,
+    /// Go on with a session; without a task, from where it stopped
+    #[arg(long, value_name = "ID")]
+    pub resume: Option<String>,
+    /// The built-in tools to offer, separated by commas; `none` for none [default: all, or those of
+    /// the session]
+    #[arg(long, value_name = "NAMES")]
+    pub tools: Option<String>,
+    /// Offer also the tools of a file (OpenAI, bare or MCP shape). They cannot run here: the model is told so when it calls
+    /// one, and the call stands in the result
+    #[arg(long, value_name = "FILE")]
+    pub tool_file: Option<PathBuf>,
+    /// auto, required, none, or the name of a tool; a call is forced in the first step only
+    #[arg(long, value_name = "CHOICE", default_value = "auto", value_parser = tool_choice)]
+    pub tool_choice: ToolChoice,
+    /// Allow what a rule names, e.g. 'Edit' or 'Bash(git *)'; can be given several times
+    #[arg(long, value_name = "RULE")]
+    pub allow: Vec<String>,
+    /// default, accept-edits, plan, dont-ask or bypass
+    #[arg(long, value_name = "MODE", default_value = "default")]
+    pub permission_mode: Mode,
+    /// Steps of the model in one task
+    #[arg(long, value_name = "N", default_value = "20", value_parser = positive)]
+    pub max_turns: usize,
+    /// Tokens of one reply
+    #[arg(long, value_name = "N", default_value = "1024", value_parser = positive)]
+    pub max_output_tokens: usize,
+    /// Seconds for one task [default: no limit]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub timeout: Option<Duration>,
+    /// Seconds for one call of a tool
+    #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
+    pub tool_timeout: Duration,
+    /// End the task when the same call is made so many times in a row
+    #[arg(long, value_name = "N", default_value = "3", value_parser = positive)]
+    pub max_repeats: usize,
+    /// Leave a call in a foreign form as text
+    #[arg(long)]
+    pub no_rescue: bool,
+    /// Let the model repeat a call that was already answered
+    #[arg(long)]
+    pub no_guard: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OutputFormat {
+    /// The answer on standard output, what happens on standard error
+    Text,
+    /// One object at the end
+    Json,
+    /// One event a line, `init` first and `result` last
+    StreamJson,
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) | Err(_) => Err("a whole number from 1 on is needed".into()),
+        Ok(number) => Ok(number),
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: Option<f64> = text.parse().ok().filter(|seconds| *seconds > 0.0);
+    let duration = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    duration.ok_or_else(|| "a number of seconds above 0 is needed".into())
+}
+
+fn temperature(text: &str) -> Result<f64, String> {
+    let number: Option<f64> = text.parse().ok();
+    number.filter(|t| (0.0..=100.0).contains(t)).ok_or_else(|| "a number from 0 to 100 is needed".into())
+}
+
+fn probability(text: &str) -> Result<f64, String> {
+    let number: Option<f64> = text.parse().ok();
+    number.filter(|p| (0.0..=1.0).contains(p)).ok_or_else(|| "a number from 0 to 1 is needed".into())
+}
+
+fn tool_choice(text: &str) -> Result<ToolChoice, String> {
+    Ok(match text {
+        "auto" => ToolChoice::Auto,
+        "required" => ToolChoice::Required,
+        "none" => ToolChoice::None,
+        "" => return Err("auto, required, none, or the name of a tool is needed".into()),
+        name => ToolChoice::Named(name.to_owned()),
+    })
+}

@@ -1,0 +1,174 @@
+//! `cob session`: list, show, path, rm.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use clap::{Args, Subcommand};
+use serde_json::json;
+
+use super::output::{describe_calls, printable};
+use super::setup::Fault;
+use super::{pretty, show};
+use crate::hub::Folders;
+use crate::session::{self, Event, Log, Record, SessionError, Summary, utc};
+
+#[derive(Args)]
+pub struct SessionArgs {
+    #[command(subcommand)]
+    command: SessionCommand,
+    /// JSON on standard output
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+#[derive(Subcommand)]
+enum SessionCommand {
+    /// The sessions, oldest first
+    List,
+    /// What happened in a session; with --json its events as they are
+    Show { id: String },
+    /// Where a session lies
+    Path { id: String },
+    /// Delete sessions that are not in use
+    Rm {
+        #[arg(required = true)]
+        ids: Vec<String>,
+    },
+}
+
+pub fn run(args: SessionArgs) -> u8 {
+    show(execute(args))
+}
+
+fn execute(args: SessionArgs) -> Result<String, Fault> {
+    let dir = Folders::from_env()?.sessions;
+    match args.command {
+        SessionCommand::List => {
+            let found = session::list(&dir)?;
+            Ok(if args.json { pretty(&json!(found)) } else { list(&found) })
+        }
+        SessionCommand::Show { id } => {
+            let log = session::read(&session::path(&dir, &id)?)?;
+            Ok(if args.json { lines(&log) } else { transcript(&log) })
+        }
+        SessionCommand::Path { id } => {
+            let path = session::path(&dir, &id)?;
+            if !path.exists() {
+                return Err(SessionError::NotFound(path).into());
+            }
+            let text = path.display().to_string();
+            Ok(if args.json { pretty(&json!({"id": id, "path": text})) } else { text + "\n" })
+        }
+        SessionCommand::Rm { ids } => remove(&dir, &ids, args.json),
+    }
+}
+
+fn remove(dir: &Path, ids: &[String], json: bool) -> Result<String, Fault> {
+    let mut removed = Vec::new();
+    for id in ids {
+        match session::remove(dir, id) {
+            Ok(_) => removed.push(id),
+            Err(error) => {
+                let before =
+                    if removed.is_empty() { String::new() } else { format!("{} removed; then: ", removed.len()) };
+                let fault = Fault::from(error);
+                return Err(Fault { text: before + &fault.text, ..fault });
+            }
+        }
+    }
+    Ok(if json {
+        pretty(&json!({"removed": removed}))
+    } else {
+        removed.iter().map(|id| format!("removed {id}\n")).collect()
+    })
+}
+
+fn list(found: &[Summary]) -> String {
+    let mut text = String::new();
+    for summary in found {
+        let end = match (&summary.problem, summary.live, summary.stop_reason) {
+            (Some(problem), ..) => format!("cannot be read: {problem}"),
+            (None, true, _) => "in use".into(),
+            (None, false, Some(reason)) => word(&reason),
+            (None, false, None) => "unfinished".into(),
+        };
+        let task = summary.task.as_deref().unwrap_or("").lines().next().unwrap_or("");
+        let task: String = printable(task).chars().take(60).collect();
+        let _ = writeln!(
+            text,
+            "{}  {} turns, {} calls  {end}  {}  {task}",
+            summary.id,
+            summary.turns,
+            summary.calls,
+            summary.model.as_deref().unwrap_or("-")
+        );
+    }
+    text
+}
+
+/// The name that a value has in JSON.
+fn word(value: &impl serde::Serialize) -> String {
+    serde_json::to_value(value).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
+}
+
+fn lines(log: &Log) -> String {
+    log.records.iter().filter_map(|record| serde_json::to_string(record).ok()).map(|line| line + "\n").collect()
+}
+
+fn transcript(log: &Log) -> String {
+    let mut text = String::new();
+    for record in &log.records {
+        entry(&mut text, record);
+    }
+    if log.skipped > 0 {
+        let _ = writeln!(text, "({} optional events of a newer version are not shown)", log.skipped);
+    }
+    if log.torn_bytes > 0 {
+        let _ = writeln!(text, "(the last line is not complete: {} bytes)", log.torn_bytes);
+    }
+    text
+}
+
+fn entry(text: &mut String, record: &Record) {
+    let (_, time) = utc(record.time_ms);
+    let (who, what) = match &record.event {
+        Event::Init { session_id, run } => {
+            ("begin", format!("session {session_id}, model {}, in {}", run.model.id, run.cwd))
+        }
+        Event::Resumed { run } => ("resumed", format!("with the model {}", run.model.id)),
+        Event::ModelChanged { from, to } => ("model", format!("{} → {}", from.id, to.id)),
+        Event::User { text } => ("user", text.clone()),
+        Event::Assistant { message, finish, usage, notes } => {
+            let mut what = message.text.clone();
+            if !message.calls.is_empty() {
+                let _ = write!(what, "{}→ {}", if what.is_empty() { "" } else { "\n" }, describe_calls(&message.calls));
+            }
+            let tokens = usage.forced_tokens + usage.sampled_tokens;
+            let _ = write!(what, "\n({}, {} + {tokens} tokens)", word(finish), usage.prompt_tokens);
+            for note in notes {
+                let _ = write!(what, "\n({note})");
+            }
+            ("model", what)
+        }
+        Event::ToolStarted { call_id } => ("started", call_id.clone()),
+        Event::ToolResult { result, duration_ms } => {
+            let kind = if result.is_error { "error" } else { "result" };
+            let reminder = result.reminder.as_ref().map(|text| format!("\n[{text}]")).unwrap_or_default();
+            (kind, format!("{} {} ({duration_ms} ms)\n{}{reminder}", result.call_id, result.name, result.text))
+        }
+        Event::RepeatGuarded { calls, reminder, .. } => {
+            ("guarded", format!("{} was answered already: [{reminder}]", describe_calls(calls)))
+        }
+        Event::Refused { call_id, name, why, would_allow } => {
+            ("refused", format!("{call_id} {name}: {why} (would allow it: {})", would_allow.join(" ")))
+        }
+        Event::Note { text } => ("note", text.clone()),
+        Event::Stopped { reason, error, partial } => {
+            let error = error.as_ref().map(|error| format!(": {error}")).unwrap_or_default();
+            let partial = if partial.is_empty() { String::new() } else { format!("\nunfinished: {partial}") };
+            ("end", format!("{}{error}{partial}", word(reason)))
+        }
+    };
+    let what = printable(&what).replace('\n', "\n                    ");
+    let _ = writeln!(text, "{time} {who:>9}  {what}");
+}
