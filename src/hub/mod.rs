@@ -138,7 +138,10 @@ impl HubError {
     pub(crate) fn new(kind: Kind, text: impl Into<String>) -> HubError {
         // One line, whatever a server or a child wrote.
         let text: String = text.into();
-        HubError { kind, text: text.split_whitespace().collect::<Vec<_>>().join(" ") }
+        HubError {
+            kind,
+            text: text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" "),
+        }
     }
 
     /// `what` is a phrase like "cannot write"; a full disk is recognised.
