@@ -224,7 +224,7 @@ fn list(hub: &Hub) -> Answer {
     let models = &hub.settings().folders.models;
     let width = hub.manifests().iter().map(|m| m.id.len()).max().unwrap_or(0);
     let mut text =
-        format!("  {:width$}  {:>9}  {:9}  {:12}  {:7}  tested\n", "id", "size", "installed", "licence", "sources");
+        format!("  {:width$}  {:>9}  {:9}  {:13}  {:7}  tested\n", "id", "size", "installed", "licence", "sources");
     let mut all = Vec::new();
     for m in hub.manifests() {
         let installed = hub.is_installed(m);
@@ -243,7 +243,7 @@ fn list(hub: &Hub) -> Answer {
         let mark = if m.id == DEFAULT_MODEL { '*' } else { ' ' };
         let yes = |b: bool| if b { "yes" } else { "no" };
         text.push_str(&format!(
-            "{mark} {:width$}  {size:>9}  {:9}  {:12}  {:7}  {}\n",
+            "{mark} {:width$}  {size:>9}  {:9}  {:13}  {:7}  {}\n",
             m.id,
             yes(installed),
             m.licence,

@@ -15,7 +15,6 @@ use std::time::{Duration, Instant};
 use hf_hub::{Cache, Repo, RepoType};
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
-use ureq::config::RedirectAuthHeaders;
 
 use super::manifest::is_sha256;
 use super::pull::{Fetched, FetchedFile, Job};
@@ -170,14 +169,39 @@ fn url(settings: &HubSettings, repo: &Repo, revision: &str, name: &str) -> Strin
     format!("{}/{}/resolve/{}/{name}", settings.endpoint, repo.url(), revision.replace('/', "%2F"))
 }
 
-fn headers<B>(mut request: ureq::RequestBuilder<B>, settings: &HubSettings) -> ureq::RequestBuilder<B> {
+/// The token goes to the hub alone, never to where it redirects (its store of bytes is another host).
+fn headers<B>(mut request: ureq::RequestBuilder<B>, address: &str, settings: &HubSettings) -> ureq::RequestBuilder<B> {
     // A compressed answer would make the lengths and ranges those of something else.
     request = request.header("Accept-Encoding", "identity");
     request = request.header("User-Agent", concat!("cob/", env!("CARGO_PKG_VERSION")));
-    if let Some(token) = &settings.token {
-        request = request.header("Authorization", format!("Bearer {token}"));
+    match &settings.token {
+        Some(token) if origin(address) == origin(&settings.endpoint) => {
+            request.header("Authorization", format!("Bearer {token}"))
+        }
+        _ => request,
     }
-    request
+}
+
+/// Scheme, host and port of an address.
+fn origin(address: &str) -> &str {
+    let host = address.find("://").map_or(0, |i| i + 3);
+    &address[..address[host..].find(['/', '?', '#']).map_or(address.len(), |i| host + i)]
+}
+
+/// Where the `location` of an answer from `address` leads.
+fn redirected(address: &str, location: &str) -> String {
+    let scheme = location.find("://");
+    if scheme.is_some_and(|i| location[..i].bytes().all(|b| b.is_ascii_alphanumeric())) {
+        return location.to_string();
+    }
+    if location.starts_with("//") {
+        return format!("{}:{location}", address.split("://").next().unwrap_or("https"));
+    }
+    if location.starts_with('/') {
+        return format!("{}{location}", origin(address));
+    }
+    let path = address.split(['?', '#']).next().unwrap_or(address);
+    format!("{}/{location}", path.rsplit_once('/').map_or(path, |(folder, _)| folder))
 }
 
 /// Asks for a file's commit, etag and size. All of it, redirects included, within [`super::Limits::probe`].
@@ -212,19 +236,16 @@ fn ask(settings: &HubSettings, repo: &Repo, name: &str) -> Result<Meta, HubError
     // The commit, the oid and the size stand on the hub's own answer. A redirect within the hub (a renamed repository, a
     // plain git file) is followed; one to another host leads to the bytes, and is the answer.
     for _ in 0..6 {
-        let response =
-            headers(agent.head(&address), settings).call().map_err(|e| unreachable(settings, &e.to_string()))?;
+        let response = headers(agent.head(&address), &address, settings)
+            .call()
+            .map_err(|e| unreachable(settings, &e.to_string()))?;
         let header = |key: &str| response.headers().get(key).and_then(|value| value.to_str().ok());
         let status = response.status().as_u16();
         commit = header("x-repo-commit").map(String::from).or(commit);
         if (300..400).contains(&status) && header("x-linked-etag").is_none() {
-            let location = header("location").unwrap_or_default();
-            if let Some(path) =
-                location.strip_prefix(&settings.endpoint).or(Some(location)).filter(|l| l.starts_with('/'))
-            {
-                let origin_end = address.find("://").map_or(0, |i| i + 3);
-                let origin = address[origin_end..].find('/').map_or(address.len(), |i| origin_end + i);
-                address = format!("{}{path}", &address[..origin]);
+            let next = redirected(&address, header("location").unwrap_or_default());
+            if origin(&next) == origin(&settings.endpoint) {
+                address = next;
                 continue;
             }
         }
@@ -382,17 +403,29 @@ fn request(settings: &HubSettings, address: &str, start: u64) -> Receiver<Piece>
 fn transfer(settings: &HubSettings, address: &str, start: u64, sender: &SyncSender<Piece>) -> Result<(), String> {
     let agent: ureq::Agent = ureq::Agent::config_builder()
         .http_status_as_error(false)
-        .redirect_auth_headers(RedirectAuthHeaders::SameHost)
+        .max_redirects(0)
         .timeout_connect(Some(settings.limits.probe))
         .timeout_recv_response(Some(settings.limits.stall))
         .timeout_per_read(Some(settings.limits.stall))
         .build()
         .into();
-    let mut get = headers(agent.get(address), settings);
-    if start > 0 {
-        get = get.header("Range", format!("bytes={start}-"));
-    }
-    let response = get.call().map_err(|e| e.to_string())?;
+    let mut address = address.to_string();
+    let mut redirects = 0;
+    let response = loop {
+        let mut get = headers(agent.get(&address), &address, settings);
+        if start > 0 {
+            get = get.header("Range", format!("bytes={start}-"));
+        }
+        let response = get.call().map_err(|e| e.to_string())?;
+        let location = response.headers().get("location").and_then(|value| value.to_str().ok());
+        match location {
+            Some(location) if response.status().is_redirection() && redirects < 10 => {
+                address = redirected(&address, location);
+                redirects += 1;
+            }
+            _ => break response,
+        }
+    };
     let status = response.status().as_u16();
     let range = response.headers().get("content-range").and_then(|value| value.to_str().ok());
     let answered = range.and_then(|r| r.trim().strip_prefix("bytes ")?.split('-').next()?.parse().ok());
@@ -432,5 +465,25 @@ fn receive<T>(receiver: &Receiver<T>, limit: Duration, cancel: &CancellationToke
             Err(RecvTimeoutError::Timeout) if rest.is_zero() => return Err(Silence::TooLong),
             Err(RecvTimeoutError::Timeout) => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn redirects_lead_where_they_say() {
+        let check = |location: &str, expected: &str| {
+            assert_eq!(redirected("https://hub.co:8080/a/b/c?d=/e", location), expected, "{location}");
+        };
+        check("https://cdn.co/x?y=https://z", "https://cdn.co/x?y=https://z");
+        check("//cdn.co/x", "https://cdn.co/x");
+        check("/x?next=http://z", "https://hub.co:8080/x?next=http://z");
+        check("x", "https://hub.co:8080/a/b/x");
+        let same = |a: &str, b: &str| origin(a) == origin(b);
+        assert!(same("http://h:1/a", "http://h:1?q"));
+        assert!(!same("http://h:1/a", "http://h:2/a") && !same("http://h/", "https://h/"));
+        assert!(!same("https://hub.co/x", "https://hub.co.evil/x"));
     }
 }

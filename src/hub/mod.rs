@@ -138,7 +138,10 @@ impl HubError {
     pub(crate) fn new(kind: Kind, text: impl Into<String>) -> HubError {
         // One line, whatever a server or a child wrote.
         let text: String = text.into();
-        HubError { kind, text: text.split_whitespace().collect::<Vec<_>>().join(" ") }
+        HubError {
+            kind,
+            text: text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" "),
+        }
     }
 
     /// `what` is a phrase like "cannot write"; a full disk is recognised.
@@ -467,7 +470,7 @@ impl Hub {
             verified.push(VerifiedFile { path, sha256, expected, ok });
         }
         if verified.iter().all(|file| file.ok) {
-            let found = Record { source: "found".into(), repository: None, revision: None, files: Vec::new() };
+            let found = Record { source: "found on disk".into(), repository: None, revision: None, files: Vec::new() };
             self.save_record(&Record { files, ..old.unwrap_or(found) }, &record_path, events);
         }
         Ok(verified)
@@ -594,7 +597,7 @@ impl Hub {
         let same = |r: &Record| fresh.iter().all(|f| r.files.iter().any(|o| o.name == f.name && o.sha256 == f.sha256));
         let record = match old {
             Some(old) if same(&old) => Record { files: fresh, ..old },
-            _ => Record { source: "found".into(), repository: None, revision: None, files: fresh },
+            _ => Record { source: "found on disk".into(), repository: None, revision: None, files: fresh },
         };
         if changed {
             self.save_record(&record, record_path, events);

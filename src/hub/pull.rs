@@ -50,6 +50,16 @@ pub(super) struct FetchedFile {
     pub checked: Checked,
 }
 
+/// A lock that is held. It is given back by a call, not by closing the file: a child that is being started on another
+/// thread holds a copy of the file until it has become another program, and the lock with it.
+struct Held(File);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let _ = self.0.unlock();
+    }
+}
+
 pub(super) fn pull(
     hub: &Hub,
     manifest: &Manifest,
@@ -221,7 +231,7 @@ pub(super) fn remove(hub: &Hub, manifest: &Manifest) -> Result<(Vec<PathBuf>, u6
             return Err(HubError::new(Kind::Busy, why));
         }
         // No lock file: nobody has ever fetched it.
-        Ok(Ok(file)) => Some(file),
+        Ok(Ok(file)) => Some(Held(file)),
         Ok(Err(TryLockError::Error(_))) | Err(_) => None,
     };
     let path = manifest.path_in(&folders.models);
@@ -271,14 +281,14 @@ fn lock_path(folders: &Folders, manifest: &Manifest) -> PathBuf {
 
 /// One pull of a model at a time on this machine; a second one waits and says so. The system drops the lock with the
 /// process, however it ends; the file stays.
-fn lock(folders: &Folders, manifest: &Manifest, cancel: &CancellationToken, events: Events) -> Result<File, HubError> {
+fn lock(folders: &Folders, manifest: &Manifest, cancel: &CancellationToken, events: Events) -> Result<Held, HubError> {
     let path = lock_path(folders, manifest);
     let open = File::options().create(true).truncate(false).write(true).open(&path);
     let file = open.map_err(|e| HubError::io("cannot write", &path, e))?;
     let mut said = false;
     loop {
         match file.try_lock() {
-            Ok(()) => return Ok(file),
+            Ok(()) => return Ok(Held(file)),
             Err(TryLockError::WouldBlock) => {}
             // A file system without locks (some network ones): go on, it is better than not to.
             Err(TryLockError::Error(e)) => {
@@ -286,7 +296,7 @@ fn lock(folders: &Folders, manifest: &Manifest, cancel: &CancellationToken, even
                     "{} cannot be locked ({e}); do not pull it twice at once",
                     path.display()
                 )));
-                return Ok(file);
+                return Ok(Held(file));
             }
         }
         if cancel.is_cancelled() {

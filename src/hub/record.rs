@@ -16,7 +16,7 @@ use super::{HubError, Kind};
 /// What is known of a model on disk; the file `<model>.json` beside it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// `hf`, `hf cache`, `pip`, `file`, or `found` when the file was there before this program looked.
+    /// `hf`, `hf cache`, `pip`, `file`, or `found on disk` when the file was there before this program looked.
     pub source: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub repository: Option<String>,
@@ -116,7 +116,12 @@ impl Record {
 pub(super) fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder)?;
-    let mut file = tempfile::Builder::new().prefix(".record").tempfile_in(folder)?;
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".record");
+    // As readable as any other file: a temporary one is the user's alone by default.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let mut file = builder.tempfile_in(folder)?;
     file.write_all(bytes)?;
     file.persist(path)?;
     Ok(())

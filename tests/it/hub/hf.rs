@@ -53,7 +53,10 @@ fn a_broken_connection_is_resumed_and_no_byte_is_fetched_twice() {
     let check = |acts: &[Act], ranges: &[Option<&str>], served: usize| {
         let server = FakeHub::start(vec![lfs("tiny.gguf", &bytes)]);
         server.set(|state| state.acts = acts.iter().copied().collect());
-        let home = Home::new(Some(&server), vec![tiny(None)]);
+        let mut home = Home::new(Some(&server), vec![tiny(None)]);
+        if acts.iter().any(|act| matches!(act, Act::Stall(_))) {
+            home.settings.limits.stall = Duration::from_secs(1);
+        }
         let (result, notes) = home.pull("tiny");
         assert_eq!(result.unwrap().digest, sha256(&bytes), "{acts:?}: {notes:?}");
         let found: Vec<Option<String>> = server.gets().into_iter().map(|r| r.range).collect();
@@ -295,7 +298,7 @@ fn a_hub_without_the_file_and_one_that_is_none_are_named() {
 fn two_pulls_at_once_fetch_once() {
     let bytes = model_bytes();
     let server = FakeHub::start(vec![lfs("tiny.gguf", &bytes)]);
-    server.set(|state| state.pause = Duration::from_millis(5));
+    server.set(|state| state.pause = Duration::from_millis(20));
     let home = Home::new(Some(&server), vec![tiny(None)]);
     let (started, waiting) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
@@ -367,7 +370,7 @@ fn a_safetensors_folder_appears_whole() {
 
     // The same folder by its path is the same model.
     let hub = home.hub();
-    let mut resolve = |value: &str| {
+    let resolve = |value: &str| {
         let resolved = hub.resolve(Some(value), None, None, &CancellationToken::new(), &mut |_| ());
         let Resolved::Ready(model) = resolved.unwrap() else { panic!("not ready") };
         model

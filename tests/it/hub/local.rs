@@ -81,7 +81,7 @@ fn a_file_without_a_record_is_hashed_once() {
     };
     assert!(hashed());
     let record = Record::load(&home.models().join("tiny.gguf.json")).unwrap();
-    assert_eq!((record.source.as_str(), record.files[0].checked), ("found", Checked::Manifest));
+    assert_eq!((record.source.as_str(), record.files[0].checked), ("found on disk", Checked::Manifest));
     assert!(!hashed());
 }
 

@@ -70,7 +70,7 @@ impl Home {
             python: dir.path().join("no-python").into(),
             limits: Limits {
                 probe: Duration::from_secs(5),
-                stall: Duration::from_millis(400),
+                stall: Duration::from_secs(20),
                 retry_wait: Duration::from_millis(10),
                 retries: 3,
             },
