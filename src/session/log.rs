@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::event::{Event, FORMAT, LineFault, Record, RunInfo, parse_line};
 use super::id;
@@ -371,11 +371,18 @@ fn interrupted(call: &ToolCall, started: bool) -> ToolResult {
     ToolResult { call_id: call.id.clone(), name: call.name.clone(), text: text.into(), is_error: true, reminder: None }
 }
 
+/// The lock can be held for a moment by nobody who writes: a child of ours between `fork` and `exec` has the open file
+/// too, and `cob session list` tries the lock. So a locked file is tried again before it is refused.
 fn lock(file: &File, path: &Path) -> Result<(), SessionError> {
-    file.try_lock().map_err(|error| match error {
-        TryLockError::WouldBlock => SessionError::Locked(path.to_owned()),
-        TryLockError::Error(error) => io_error(path, "lock")(error),
-    })
+    const TRIES: usize = 30;
+    for _ in 0..TRIES {
+        match file.try_lock() {
+            Ok(()) => return Ok(()),
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(10)),
+            Err(TryLockError::Error(error)) => return Err(io_error(path, "lock")(error)),
+        }
+    }
+    Err(SessionError::Locked(path.to_owned()))
 }
 
 fn create_private_dir(dir: &Path) -> io::Result<()> {
