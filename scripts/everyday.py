@@ -113,7 +113,7 @@ def run(args, task, seed, flags):
         command = [
             args.cob, "run", prompt, "--model", args.model, "--cwd", str(folder), "--output-format", "json", "--quiet",
             "--temperature", str(args.temperature), "--seed", str(seed), "--permission-mode", "accept-edits",
-            "--allow", "Bash", "--offline", "--timeout", "300", *flags,
+            "--allow", "Bash", "--offline", "--timeout", "300", *flags, *args.flag,
         ]  # fmt: skip
         env = dict(os.environ, XDG_STATE_HOME=str(pathlib.Path(scratch) / "state"))
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env)
@@ -133,6 +133,7 @@ def main():
     p.add_argument("--variants", default="full,no-rescue,no-guard")
     p.add_argument("--only")
     p.add_argument("--json", help="gets one line a run")
+    p.add_argument("--flag", action="append", default=[], help="a further flag of `cob run`, as --flag=--no-guard")
     p.add_argument("--verbose", action="store_true", help="print the answers of failed runs")
     args = p.parse_args()
     args.cob = os.path.abspath(args.cob)

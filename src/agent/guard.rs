@@ -14,9 +14,9 @@ pub(super) fn key(call: &ToolCall) -> String {
     format!("{} {}", call.name, json_canonical(&call.arguments))
 }
 
-/// The keys of the calls that have a good answer which still holds. They were made since the last user message, their results
-/// were no errors, and no call that may change something ran after them: to read a file again after an edit, or to
-/// run a test again, is no repeat.
+/// The keys of the calls that have an answer which still holds, an error included: the same call again would fail again.
+/// They were made since the last user message, and no call that may change something ran after them: to read a file again
+/// after an edit, or to run a test again, is no repeat.
 pub(super) fn answered<'a>(
     events: impl IntoIterator<Item = &'a Event>,
     read_only: impl Fn(&str) -> bool,
@@ -40,7 +40,7 @@ pub(super) fn answered<'a>(
                 if ran && !read_only(&call.name) {
                     answered.clear();
                 }
-                if ran && !result.is_error {
+                if ran || result.is_error {
                     answered.insert(key(call));
                 }
             }

@@ -48,7 +48,7 @@ pub struct Agent {
 }
 
 /// When the model is reminded to answer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum ReminderAt {
     /// When it has repeated a call; calls are masked out for that reply.

@@ -298,7 +298,8 @@ impl Mask for CallMask {
             Phase::Text => {
                 let tokenizer = self.grammars.tokenizer();
                 for &(_, id) in tokenizer.controls() {
-                    let ends = id == ids.im_end || Some(id) == ids.end_of_text;
+                    // An empty reply is none: small models give one now and then right after a tool's result.
+                    let ends = (id == ids.im_end || Some(id) == ids.end_of_text) && !self.text.text.trim().is_empty();
                     let calls = id == ids.tool_call && self.may_call;
                     if !ends && !calls {
                         forbid(logits, id);

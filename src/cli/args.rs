@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
+use crate::agent::ReminderAt;
 use crate::message::ToolChoice;
 use crate::permission::Mode;
 
@@ -117,6 +118,9 @@ pub struct AgentOptions {
     /// Leave a call in a foreign form as text
     #[arg(long)]
     pub no_rescue: bool,
+    /// When the model is reminded to answer: when it repeats a call, or after every result [default: what suits the model]
+    #[arg(long, value_name = "WHEN")]
+    pub reminder: Option<ReminderAt>,
     /// Let the model repeat a call that was already answered
     #[arg(long)]
     pub no_guard: bool,

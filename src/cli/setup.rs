@@ -237,10 +237,10 @@ fn settings(flags: &AgentOptions, sampling: Sampling, notes: &AgentNotes) -> Set
         tool_timeout: flags.tool_timeout,
         max_repeats: flags.max_repeats,
         guard: !flags.no_guard,
-        reminder: match notes.reminder {
+        reminder: flags.reminder.unwrap_or(match notes.reminder {
             hub::Reminder::AfterResult => ReminderAt::AfterResult,
             hub::Reminder::OnRepeat => ReminderAt::OnRepeat,
-        },
+        }),
         rescue: !flags.no_rescue,
         ..Settings::default()
     }

@@ -33,7 +33,7 @@ pub trait Mask: Send {
     /// The tokens that must come next, in order; empty when there is a choice. They are evaluated as one batch.
     fn forced(&mut self) -> Vec<u32>;
     /// Sets every logit that may not come next to negative infinity and leaves the others as they are.
-    /// `logits`: [vocab]. At least one stays finite, or `Err` names the fault.
+    /// `logits`: `[vocab]`. At least one stays finite, or `Err` names the fault.
     fn allow(&mut self, logits: &mut [f32]) -> Result<(), String>;
     /// Takes note of one token that was sampled or forced (stop ids are not passed on).
     fn accept(&mut self, token: u32) -> Result<Verdict, String>;

@@ -17,9 +17,9 @@ use crate::permission::Access;
 struct Arguments {
     /// Path of the file.
     file_path: String,
-    /// First line to show, counted from 1.
+    /// First line to show. Only give it for a file that is too long to show at once.
     offset: Option<i64>,
-    /// How many lines to show. Omit to show as much as fits.
+    /// How many lines to show. Only give it for a file that is too long to show at once.
     limit: Option<i64>,
 }
 

@@ -327,8 +327,9 @@ unsafe fn quantized<S: Simd, const K: u8>(
         }
         for p in from..to {
             let panel = product.weights.panel(p).as_ptr();
-            if last - first <= FUSED_ROWS {
+            if !S::WIDE || last - first <= FUSED_ROWS {
                 match last - first {
+                    _ if !S::WIDE => (first..last).for_each(|r| fused::<S, K, 1>(panel, product, x, r, p)),
                     1 => fused::<S, K, 1>(panel, product, x, first, p),
                     2 => fused::<S, K, 2>(panel, product, x, first, p),
                     3 => fused::<S, K, 3>(panel, product, x, first, p),
@@ -519,9 +520,14 @@ unsafe fn floats<S: Simd, const T: u8>(
         let mut p = from;
         while p < to {
             // Several chains at once hide the latency of one.
-            let wide = p + 4 <= to;
+            let wide = S::WIDE && p + 4 <= to;
             let mut r = first;
             while r < last {
+                if !S::WIDE {
+                    float_tile::<S, T, 1, 1>(product, x, r, p);
+                    r += 1;
+                    continue;
+                }
                 match (wide, last - r) {
                     (true, 1) => float_tile::<S, T, 1, 4>(product, x, r, p),
                     (true, 2) => float_tile::<S, T, 2, 4>(product, x, r, p),

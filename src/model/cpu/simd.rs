@@ -9,6 +9,9 @@
 /// Every function needs the CPU features of its tier; pointers must be readable (writable) for the whole vector.
 /// Kernels establish the first once, in the `#[target_feature]` function that they are inlined into.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
+    /// Whether kernels are made for several rows at once. The portable tier does without: its results are the same, and
+    /// its kernels take long to compile.
+    const WIDE: bool;
     /// 8 × f32.
     type F: Copy;
     /// 32 × u8 or i8.
@@ -85,6 +88,7 @@ fn map2(a: F8, b: F8, f: impl Fn(f32, f32) -> f32) -> F8 {
 }
 
 impl Simd for Portable {
+    const WIDE: bool = false;
     type F = F8;
     type B = [u8; 32];
     type W = [i16; 16];
@@ -281,6 +285,8 @@ mod x86 {
     }
 
     impl Simd for Avx2 {
+        const WIDE: bool = true;
+
         type F = __m256;
         type B = __m256i;
         type W = __m256i;
