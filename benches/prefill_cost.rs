@@ -66,7 +66,8 @@ fn main() {
     let model = Model::open(&path, Backend::cpu(), KvType::F16).expect("the model loads");
     let engine = Engine::start(model, Settings { context_tokens: 32_768, cache_bytes: 1 << 30 });
     let seen: RefCell<Seen> = RefCell::default();
-    let mut criterion = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(1)).configure_from_args();
+    let mut criterion =
+        Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(1)).configure_from_args();
     let cases = [0, 1, 2, 5, 10, 20, 50].map(|tools| (tools, 0)).into_iter().chain([(0, 1), (0, 10)]);
     let mut group = criterion.benchmark_group("prefill");
     let mut run = 0;
@@ -108,7 +109,10 @@ fn print_table(seen: &mut Seen) {
         xs.sort_by(f64::total_cmp);
         xs.get(xs.len() / 2).copied().unwrap_or(f64::NAN)
     };
-    println!("\n{:>5} {:>6} {:>7} {:>10} {:>10} {:>10}", "tools", "skills", "tokens", "cold ms", "cached ms", "evaluated");
+    println!(
+        "\n{:>5} {:>6} {:>7} {:>10} {:>10} {:>10}",
+        "tools", "skills", "tokens", "cold ms", "cached ms", "evaluated"
+    );
     let keys: Vec<(usize, usize)> = seen.keys().filter(|k| !k.2).map(|k| (k.0, k.1)).collect();
     let mut cold = BTreeMap::new();
     for &(tools, skills) in &keys {
@@ -119,9 +123,11 @@ fn print_table(seen: &mut Seen) {
         let (cached_ms, evaluated) = cached.unwrap_or((f64::NAN, 0));
         println!("{tools:>5} {skills:>6} {tokens:>7} {cold_ms:>10.1} {cached_ms:>10.1} {evaluated:>10}");
     }
-    for (what, from, to, n) in
-        [("one more tool", (1, 0), (2, 0), 1), ("one of 50 tools", (1, 0), (50, 0), 49), ("one more skill", (0, 1), (0, 10), 9)]
-    {
+    for (what, from, to, n) in [
+        ("one more tool", (1, 0), (2, 0), 1),
+        ("one of 50 tools", (1, 0), (50, 0), 49),
+        ("one more skill", (0, 1), (0, 10), 9),
+    ] {
         if let (Some(a), Some(b)) = (cold.get(&from), cold.get(&to)) {
             println!("{what}: {} tokens, {:.1} ms", (b.0 - a.0) as f64 / n as f64, (b.1 - a.1) / n as f64);
         }

@@ -120,8 +120,12 @@ struct Rates {
 
 /// Calls against the expected set: (tools right, arguments right).
 fn grade(calls: &[ToolCall], truth: &[Value]) -> (bool, bool) {
-    let expected: Vec<(&String, &Map<String, Value>)> =
-        truth.iter().filter_map(Value::as_object).flatten().filter_map(|(name, a)| Some((name, a.as_object()?))).collect();
+    let expected: Vec<(&String, &Map<String, Value>)> = truth
+        .iter()
+        .filter_map(Value::as_object)
+        .flatten()
+        .filter_map(|(name, a)| Some((name, a.as_object()?)))
+        .collect();
     let mut names: Vec<&String> = calls.iter().map(|c| &c.name).collect();
     let mut wanted: Vec<&String> = expected.iter().map(|(name, _)| *name).collect();
     names.sort();
@@ -148,7 +152,14 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let id = a.model.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let model = Qwen::open(
         &a.model,
-        Options { backend, kv_type: KvType::F16, context_tokens: 32_768, cache_bytes: 64 << 20, id, digest: String::new() },
+        Options {
+            backend,
+            kv_type: KvType::F16,
+            context_tokens: 32_768,
+            cache_bytes: 64 << 20,
+            id,
+            digest: String::new(),
+        },
     )?;
     let mut out = match &a.out {
         Some(path) => Some(std::io::BufWriter::new(std::fs::File::create(path)?)),
@@ -159,7 +170,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     files.sort();
     let mut summary = Map::new();
     if !a.json {
-        println!("{:<18} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}", "file", "cases", "valid", "called", "tool", "right", "rescued", "no call");
+        println!(
+            "{:<18} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
+            "file", "cases", "valid", "called", "tool", "right", "rescued", "no call"
+        );
     }
     for path in files {
         let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
@@ -171,14 +185,18 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut graded = true;
         for (n, line) in text.lines().enumerate().take(a.limit.unwrap_or(usize::MAX)) {
             let case: Value = serde_json::from_str(line).map_err(|e| format!("{}:{}: {e}", path.display(), n + 1))?;
-            let turn = case["question"][0].as_array().ok_or_else(|| format!("{}:{}: no question", path.display(), n + 1))?;
-            let messages = turn
+            let turn =
+                case["question"][0].as_array().ok_or_else(|| format!("{}:{}: no question", path.display(), n + 1))?;
+            let mut messages: Vec<Message> = turn
                 .iter()
                 .map(|m| {
                     let text = m["content"].as_str().unwrap_or_default().to_owned();
                     if m["role"] == "system" { Message::System { text } } else { Message::User { text } }
                 })
                 .collect();
+            if !matches!(messages.first(), Some(Message::System { .. })) {
+                messages.insert(0, Message::System { text: cob::agent::SYSTEM.into() });
+            }
             let tools: Vec<ToolSpec> = case["function"]
                 .as_array()
                 .into_iter()
@@ -193,6 +211,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
                 messages,
                 tools: tools.clone(),
                 tool_choice: ToolChoice::Auto,
+                prose: false,
                 sampling: Sampling::default(),
                 max_output_tokens: a.max_output_tokens,
                 rescue: !a.no_rescue,
@@ -223,7 +242,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
                 None => graded = false,
             }
             if let Some(out) = &mut out {
-                let calls: Vec<Value> = calls.iter().map(|c| json!({"name": c.name, "arguments": c.arguments})).collect();
+                let calls: Vec<Value> =
+                    calls.iter().map(|c| json!({"name": c.name, "arguments": c.arguments})).collect();
                 let rescued = done.message.calls.iter().any(|c| c.rescued);
                 let (text, ids) = (&done.message.text, &done.message.ids);
                 let line = json!({"id": case["id"], "calls": calls, "text": text, "rescued": rescued, "ids": ids});

@@ -1,11 +1,14 @@
 //! What the benches share: the real model when it is installed, and a random one of the same shape when not.
 
+// Each bench uses a part of it.
+#![allow(dead_code)]
+
 use std::path::{Path, PathBuf};
 
-use candle_core::quantized::{GgmlDType, QStorage, QTensor, gguf_file};
 use candle_core::Device;
+use candle_core::quantized::{GgmlDType, QStorage, QTensor, gguf_file};
 use cob::message::ToolSpec;
-use serde_json::{Value, json};
+use serde_json::json;
 
 pub const MODEL: &str = "qwen2.5-coder-0.5b-instruct-q4_k_m";
 
@@ -119,10 +122,7 @@ pub fn tools(n: usize) -> Vec<ToolSpec> {
 
 /// A skill as it stands in a system prompt.
 pub fn skill_line(i: usize) -> String {
-    format!("- new-blog-post-{i}: Write and publish a new post for the blog (source and translation, series entry, tests). Use when asked to write, translate or publish a post.\n")
-}
-
-#[allow(dead_code)]
-pub fn arguments() -> Value {
-    json!({"query": "cache", "status": "open"})
+    format!(
+        "- new-blog-post-{i}: Write and publish a new post for the blog (source and translation, series entry, tests). Use when asked to write, translate or publish a post.\n"
+    )
 }

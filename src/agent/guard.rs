@@ -14,7 +14,7 @@ pub(super) fn key(call: &ToolCall) -> String {
     format!("{} {}", call.name, json_canonical(&call.arguments))
 }
 
-/// The keys of the calls that have an answer which still holds, an error included: the same call again would fail again.
+/// The keys of the calls that have an answer which still holds, an error or a refusal included: again it would end so.
 /// They were made since the last user message, and no call that may change something ran after them: to read a file again
 /// after an edit, or to run a test again, is no repeat.
 pub(super) fn answered<'a>(
@@ -23,6 +23,7 @@ pub(super) fn answered<'a>(
 ) -> HashSet<String> {
     let mut calls: HashMap<&str, &ToolCall> = HashMap::new();
     let mut started: HashSet<&str> = HashSet::new();
+    let mut refused: HashSet<&str> = HashSet::new();
     let mut answered = HashSet::new();
     for event in events {
         match event {
@@ -34,13 +35,16 @@ pub(super) fn answered<'a>(
             Event::ToolStarted { call_id } => {
                 started.insert(call_id);
             }
+            Event::Refused { call_id, .. } => {
+                refused.insert(call_id.as_str());
+            }
             Event::ToolResult { result, .. } => {
                 let Some(call) = calls.get(result.call_id.as_str()) else { continue };
                 let ran = started.contains(call.id.as_str());
                 if ran && !read_only(&call.name) {
                     answered.clear();
                 }
-                if ran || result.is_error {
+                if ran || refused.contains(call.id.as_str()) {
                     answered.insert(key(call));
                 }
             }
@@ -115,11 +119,11 @@ mod tests {
     fn which_answers_hold() {
         check("ur", "r");
         check("urs", "rs");
-        check("uR", "");
+        check("uR", "r");
         check("urR", "r");
         check("urw", "w");
         check("uwr", "rw");
-        check("urW", "");
+        check("urW", "w");
         check("urW!", "r");
         check("uw!", "");
         check("uru", "");

@@ -47,6 +47,12 @@ pub struct Agent {
     pub settings: Settings,
 }
 
+/// What the model is told when it has tools and nobody says otherwise. Measured on everyday tasks (`docs/LOG.md`).
+pub const SYSTEM: &str = "You are cob, an agent that works in the user's folder. Use a tool when the task needs a file or a \
+command; file paths are relative, such as notes.txt or src/main.rs. To see a file or count its lines use Read, to change one use \
+Edit. Call one tool at a time. When its result answers the question, answer the user in one short sentence. For greetings \
+and general knowledge answer directly, without a tool.";
+
 /// When the model is reminded to answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]

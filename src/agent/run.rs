@@ -112,10 +112,10 @@ impl<'a, 'o> Run<'a, 'o> {
 
     /// One reply of the model, logged.
     async fn step(&mut self) -> Result<AssistantMessage, End> {
-        let mut reply = self.complete(self.tool_choice()).await?;
+        let mut reply = self.complete(self.tool_choice(), false).await?;
         if let Some(call_id) = self.repeated(&reply) {
             self.discard(reply, call_id)?;
-            reply = self.complete(ToolChoice::None).await?;
+            reply = self.complete(ToolChoice::None, true).await?;
         }
         self.record(reply)
     }
@@ -126,11 +126,11 @@ impl<'a, 'o> Run<'a, 'o> {
         if first || *asked == ToolChoice::None { asked.clone() } else { ToolChoice::Auto }
     }
 
-    async fn complete(&mut self, tool_choice: ToolChoice) -> Result<Completion, End> {
+    async fn complete(&mut self, tool_choice: ToolChoice, prose: bool) -> Result<Completion, End> {
         if let Some(reason) = self.stop.reason() {
             return Err(End::stopped(reason, String::new()));
         }
-        let request = self.request(tool_choice);
+        let request = self.request(tool_choice, prose);
         let mut text = String::new();
         let mut sink = |delta: Delta| {
             let event = match delta {
@@ -169,7 +169,7 @@ impl<'a, 'o> Run<'a, 'o> {
         Ok(completion)
     }
 
-    fn request(&self, tool_choice: ToolChoice) -> CompletionRequest {
+    fn request(&self, tool_choice: ToolChoice, prose: bool) -> CompletionRequest {
         let settings = &self.agent.settings;
         // Every reply of a session draws from its own stream, which the log determines.
         let replies =
@@ -180,6 +180,7 @@ impl<'a, 'o> Run<'a, 'o> {
             messages: context::messages(self.session.events()),
             tools: self.agent.toolbox.specs().to_vec(),
             tool_choice,
+            prose,
             sampling,
             max_output_tokens: settings.max_output_tokens,
             rescue: settings.rescue,

@@ -122,6 +122,8 @@ pub struct CallMask {
     /// By position: what led to a foreign call there while calls are forbidden.
     banned: HashMap<usize, Vec<u32>>,
     guarded: usize,
+    /// The text begins with a word.
+    prose: bool,
     rescued: bool,
     /// Where each call begins in `ids`.
     starts: Vec<usize>,
@@ -174,10 +176,17 @@ impl CallMask {
             opened: None,
             banned: HashMap::new(),
             guarded: 0,
+            prose: false,
             rescued: false,
             starts: Vec::new(),
             newline,
         })
+    }
+
+    /// With `prose` the text begins with a word: no bracket, tag, quote of code or fence.
+    pub fn prose(mut self, prose: bool) -> CallMask {
+        self.prose = prose;
+        self
     }
 
     /// The view that reads this mask's output. It must be made before the first token.
@@ -299,7 +308,7 @@ impl Mask for CallMask {
                 let tokenizer = self.grammars.tokenizer();
                 for &(_, id) in tokenizer.controls() {
                     // An empty reply is none: small models give one now and then right after a tool's result.
-                    let ends = (id == ids.im_end || Some(id) == ids.end_of_text) && !self.text.text.trim().is_empty();
+                    let ends = (id == ids.im_end || Some(id) == ids.end_of_text) && !self.ids.is_empty();
                     let calls = id == ids.tool_call && self.may_call;
                     if !ends && !calls {
                         forbid(logits, id);
@@ -307,6 +316,14 @@ impl Mask for CallMask {
                 }
                 let used = tokenizer.vocab_size().min(logits.len());
                 logits[used..].fill(f32::NEG_INFINITY);
+                if self.prose && self.text.text.trim().is_empty() {
+                    for (id, logit) in logits[..used].iter_mut().enumerate() {
+                        let bytes = tokenizer.token_bytes(id as u32).trim_ascii_start();
+                        if bytes.first().is_some_and(|first| b"{}[]()<>`|#*=/\\\"'".contains(first)) {
+                            *logit = f32::NEG_INFINITY;
+                        }
+                    }
+                }
                 for &id in self.banned.get(&self.ids.len()).into_iter().flatten() {
                     forbid(logits, id);
                 }

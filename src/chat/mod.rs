@@ -55,6 +55,9 @@ pub struct CompletionRequest {
     pub messages: Vec<Message>,
     pub tools: Vec<ToolSpec>,
     pub tool_choice: ToolChoice,
+    /// The reply begins with a word and not with a bracket, a tag or a fence: for a model that has been asked to answer
+    /// and would rather write its call again.
+    pub prose: bool,
     pub sampling: Sampling,
     /// Reserved in the context before any work.
     pub max_output_tokens: usize,

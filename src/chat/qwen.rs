@@ -53,7 +53,8 @@ impl ChatFormat {
             (tokenizer, template.map_err(|e| e.to_string())?)
         } else {
             let file = Gguf::open(path)?;
-            let missing = |key: &str| format!("{}: the file has no {key}; it cannot be used for a chat", path.display());
+            let missing =
+                |key: &str| format!("{}: the file has no {key}; it cannot be used for a chat", path.display());
             let strings = |key: &str| file.strings(key).ok_or_else(|| missing(key));
             let tokenizer = Tokenizer::from_vocab(
                 &strings("tokenizer.ggml.tokens")?,
@@ -91,12 +92,8 @@ impl Qwen {
         let model = Model::load(source, options.backend.clone(), options.kv_type)?;
         let format = chat.join().map_err(|_| "the tokenizer's thread panicked".to_owned())??;
         let context_tokens = options.context_tokens.min(config.context);
-        let info = ModelInfo {
-            id: options.id,
-            digest: options.digest,
-            kernel_tier: options.backend.name(),
-            context_tokens,
-        };
+        let info =
+            ModelInfo { id: options.id, digest: options.digest, kernel_tier: options.backend.name(), context_tokens };
         let engine = Engine::start(model, engine::Settings { context_tokens, cache_bytes: options.cache_bytes });
         Ok(Qwen { engine, format, info })
     }
@@ -129,11 +126,11 @@ impl LanguageModel for Qwen {
             let grammars = self.format.grammars.clone();
             std::thread::spawn(move || grammars.warm());
         }
-        let prompt =
-            self.format.template.render(&request.messages, grammar.specs(), true);
+        let prompt = self.format.template.render(&request.messages, grammar.specs(), true);
         let prompt = prompt.map_err(|e| ModelError::Failed(e.to_string()))?;
         let mask = CallMask::new(self.format.grammars.clone(), grammar, request.tool_choice, request.rescue)
-            .map_err(ModelError::Refused)?;
+            .map_err(ModelError::Refused)?
+            .prose(request.prose);
         let mut view = mask.view();
         // Dropping this future ends the work in the engine too.
         let cancel = request.cancel.child_token();

@@ -6,6 +6,8 @@
 //!
 //! * a JSON object or list: `{"name": "X", "arguments"`, `{"type": "function", "function": {"name": …`,
 //!   `[{"name": …`, `{"tool": "X", …`, `{"tool_calls": [{…`, in any order of these keys, either kind of quote;
+//!   with doubled braces too;
+//! * XML: `<name>X</name> <arguments>`, after such a tag or without one;
 //! * a tag spelled from ordinary characters, such as `<tool_call>`, `<tools>`, `<function_call>`, `<|tool_call|>`;
 //! * the name itself followed directly by `(`;
 //! * a fence (three backticks, any word after them) with one of these first in it.
@@ -229,6 +231,12 @@ impl<'a> Cursor<'a> {
                     self.at += tag.len();
                     return self.opener(depth + 1);
                 }
+                if rest.starts_with("<name>") {
+                    return self.named_by_tag();
+                }
+                if "<name>".starts_with(rest) {
+                    return Err(Stop::More);
+                }
                 Err(if TAGS.iter().any(|tag| tag.starts_with(rest)) { Stop::More } else { Stop::No })
             }
             b'`' => {
@@ -264,6 +272,36 @@ impl<'a> Cursor<'a> {
         }
     }
 
+    /// `<name>X</name>`, then `<arguments>` or `<parameters>`: XML all the way.
+    fn named_by_tag(&mut self) -> Result<String, Stop> {
+        self.at += "<name>".len();
+        let rest = self.rest();
+        let Some(end) = rest.find('<') else {
+            let begun = rest.trim_start();
+            return Err(if self.tools.iter().any(|t| t.starts_with(begun.trim_end())) { Stop::More } else { Stop::No });
+        };
+        let name = rest[..end].trim().to_owned();
+        if !self.tools.contains(&name) {
+            return Err(Stop::No);
+        }
+        self.at += end;
+        self.tag(&["</name>"])?;
+        self.skip_space();
+        self.tag(&["<arguments>", "<parameters>"])?;
+        Ok(name)
+    }
+
+    /// One of these, to be read past.
+    fn tag(&mut self, tags: &[&str]) -> Result<(), Stop> {
+        let rest = self.rest();
+        match tags.iter().find(|tag| rest.starts_with(**tag)) {
+            Some(tag) => self.at += tag.len(),
+            None if tags.iter().any(|tag| tag.starts_with(rest)) => return Err(Stop::More),
+            None => return Err(Stop::No),
+        }
+        Ok(())
+    }
+
     /// An object that is a call, or a list that begins with one.
     fn calls(&mut self, depth: usize) -> Result<String, Stop> {
         if depth > 4 {
@@ -281,6 +319,10 @@ impl<'a> Cursor<'a> {
 
     fn object(&mut self, depth: usize) -> Result<String, Stop> {
         self.expect(b'{')?;
+        // Doubled braces, as in a Python format string: the 1.5B Coder writes most of its calls so.
+        if self.peek()? == b'{' {
+            return if depth > 4 { Err(Stop::No) } else { self.object(depth + 1) };
+        }
         let mut name: Option<String> = None;
         let mut arguments = false;
         loop {
@@ -479,6 +521,10 @@ mod tests {
         call("<tool_call>\n```json\n{\"name\": \"Read\", \"arguments\": {}}", 0, "Read");
         call("Read(file_path=\"a\")", 0, "Read");
         call("ReadAll()", 0, "ReadAll");
+        call(r#"{{"name": "Read", "arguments": {"file_path": "a"}}}"#, 0, "Read");
+        call(r#"{{ "name": "Read", "arguments": {{}} }}"#, 0, "Read");
+        call("<tools>\n  <function>\n    <name>Read</name>\n    <arguments>\n <file_path>a", 0, "Read");
+        call("<name>Read</name><parameters>", 0, "Read");
         call("搜索(\"x\")", 0, "搜索");
         // Where it starts.
         call("\n\n  {\"name\": \"Read\", \"arguments\": {}}", 0, "Read");
@@ -516,6 +562,9 @@ mod tests {
             "`Read(1)`",
             "a\n\n",
             "``` a fence with a sentence\nRead(1)\n```",
+            r#"{{"name": "Alice"}}"#,
+            "<name>Reader</name>\n<arguments>",
+            "<name>Read</name>\n<age>3</age>",
         ] {
             check(text, Scan::Clear);
         }

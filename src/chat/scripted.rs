@@ -182,6 +182,7 @@ mod tests {
             messages: vec![Message::User { text: text.into() }],
             tools: Vec::new(),
             tool_choice: ToolChoice::Auto,
+            prose: false,
             sampling: Sampling::default(),
             max_output_tokens: 64,
             rescue: true,

@@ -78,6 +78,20 @@ impl fmt::Debug for Template {
     }
 }
 
+/// Some of Qwen's own files (the Coder 1.5B GGUF among them) show the model a call with doubled braces, a Python format string
+/// that was never formatted. A model that is shown that writes it, and it is no JSON. Qwen's other files and the tokenizer
+/// repositories have single braces.
+fn repaired(source: &str) -> std::borrow::Cow<'_, str> {
+    const WRONG: &str = r#"{{\"name\": <function-name>, \"arguments\": <args-json-object>}}"#;
+    if !source.contains(WRONG) {
+        return source.into();
+    }
+    tracing::info!(
+        "the chat template of this file shows calls with doubled braces, a known fault; single ones are used"
+    );
+    source.replace(WRONG, &WRONG[1..WRONG.len() - 1]).into()
+}
+
 impl Template {
     /// From the Jinja text, e.g. a GGUF's `tokenizer.chat_template`. It is tried once on a small conversation, so that a
     /// template that cannot work is refused here.
@@ -88,7 +102,8 @@ impl Template {
                 OPEN as u32, CLOSE as u32
             )));
         }
-        let mut template = Template { source: source.into(), tokenizer, default_system: String::new() };
+        let source = repaired(source);
+        let mut template = Template { source: source.as_ref().into(), tokenizer, default_system: String::new() };
         let bare = template.render(&[Message::User { text: String::new() }], &[], false)?;
         if let Some(rest) = bare.text.strip_prefix("<|im_start|>system\n")
             && let Some(end) = rest.find("<|im_end|>")

@@ -74,7 +74,7 @@ pub struct SamplingOptions {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Agent")]
 pub struct AgentOptions {
-    /// The system prompt [default: the model's own]
+    /// The system prompt [default: cob's own with tools, the model's without]
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
     /// The folder to work in [default: the current one]

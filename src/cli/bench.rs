@@ -21,7 +21,7 @@ pub struct BenchArgs {
     /// Tokens to write, at most
     #[arg(long, value_name = "N", default_value_t = 64)]
     output_tokens: usize,
-    /// How often; the fastest counts
+    /// How often; the median counts
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
     /// One object on standard output
@@ -54,8 +54,10 @@ fn measure(args: &BenchArgs, runtime: &Runtime) -> Result<String, Fault> {
         usages.push(completion.map_err(|error| Fault::failed(error.to_string()))?.usage);
     }
     let info = model.info();
-    let reading = usages.iter().map(|u| rate(u.prefilled_tokens, u.prefill_ms)).fold(0.0, f64::max);
-    let writing = usages.iter().map(|u| rate(u.forced_tokens + u.sampled_tokens, u.decode_ms)).fold(0.0, f64::max);
+    let reading = usages.iter().map(|u| rate(u.prefilled_tokens, u.prefill_ms));
+    let reading = median(reading);
+    let writing = usages.iter().map(|u| rate(u.forced_tokens + u.sampled_tokens, u.decode_ms));
+    let writing = median(writing);
     if args.json {
         return Ok(pretty(&json!({
             "model": info,
@@ -69,7 +71,7 @@ fn measure(args: &BenchArgs, runtime: &Runtime) -> Result<String, Fault> {
         let written = sampled_tokens + forced_tokens;
         let _ = writeln!(text, "  read {prefilled_tokens} in {prefill_ms:.0} ms, wrote {written} in {decode_ms:.0} ms");
     }
-    let _ = writeln!(text, "prefill {reading:.1} tok/s, decode {writing:.1} tok/s (the fastest of {})", usages.len());
+    let _ = writeln!(text, "prefill {reading:.1} tok/s, decode {writing:.1} tok/s (the median of {})", usages.len());
     Ok(text)
 }
 
@@ -84,11 +86,18 @@ fn request(model: &dyn LanguageModel, args: &BenchArgs, number: u32, cancel: Can
         messages: vec![Message::System { text: format!("You tell story {number}.") }, Message::User { text }],
         tools: Vec::new(),
         tool_choice: ToolChoice::None,
+        prose: false,
         sampling: Sampling::default(),
         max_output_tokens: args.output_tokens.max(1),
         rescue: false,
         cancel,
     }
+}
+
+fn median(rates: impl Iterator<Item = f64>) -> f64 {
+    let mut rates: Vec<f64> = rates.collect();
+    rates.sort_by(f64::total_cmp);
+    rates.get(rates.len() / 2).copied().unwrap_or(0.0)
 }
 
 fn rate(tokens: usize, ms: f64) -> f64 {

@@ -38,7 +38,7 @@ pub struct RenderArgs {
     /// The conversation of a session; a task follows it
     #[arg(long, value_name = "ID")]
     session: Option<String>,
-    /// The system prompt [default: the model's own]
+    /// The system prompt [default: cob's own with tools, the model's without]
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// The built-in tools to offer, separated by commas; `none` for none [default: all, or those of the session]
@@ -127,6 +127,11 @@ fn rendered(args: &RenderArgs) -> Result<String, Fault> {
         Some(tools) if args.tools.is_none() && args.tool_file.is_none() => tools,
         _ => offered(args)?,
     };
+    if !messages.iter().any(|message| matches!(message, Message::System { .. }))
+        && let Some(text) = setup::default_system(&tools)
+    {
+        messages.insert(0, Message::System { text });
+    }
     let template: Template = setup::load_template(&args.model, &Stop::new())?;
     let prompt = template.render(&messages, &tools, true).map_err(|error| Fault::failed(error.to_string()))?;
     Ok(if args.json {

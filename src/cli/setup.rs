@@ -7,9 +7,9 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::runtime::Runtime;
 
+use super::args::Device;
 use super::args::{AgentOptions, ModelOptions, SamplingOptions};
 use super::progress::Progress;
-use super::args::Device;
 use super::{model as model_command, scripted, tool_file};
 use crate::agent::{Agent, ReminderAt, Settings, Stop, Toolbox};
 use crate::chat::LanguageModel;
@@ -122,6 +122,7 @@ pub fn prepare(
     let rules = rules(flags, &cwd)?;
     let sampling = sampling(options.sampling, before.map(|run| run.sampling));
     let system = flags.system.clone().or_else(|| before.and_then(|run| run.system.clone()));
+    let system = system.or_else(|| default_system(toolbox.specs()));
 
     let loaded = load_model(options.model, options.quiet, runtime, stop)?;
     said.extend(loaded.said);
@@ -162,6 +163,11 @@ fn workspace(flag: Option<&Path>, session: Option<&Path>) -> Result<PathBuf, Fau
     found.map_err(|why| {
         Fault::usage(format!("cannot work in {}: {why}; give the folder to work in with --cwd", wanted.display()))
     })
+}
+
+/// The system prompt when nobody gives one. Without tools it is the model's own.
+pub fn default_system(tools: &[ToolSpec]) -> Option<String> {
+    (!tools.is_empty()).then(|| crate::agent::SYSTEM.to_owned())
 }
 
 /// The built-in tools that are asked for, then those of the tool file.
@@ -393,8 +399,12 @@ fn backend(options: &ModelOptions) -> Result<Backend, Fault> {
         Device::Cpu => Ok(cpu()),
         Device::Cuda => candle(candle_core::Device::new_cuda(0), "cuda"),
         Device::Metal => candle(candle_core::Device::new_metal(0), "metal"),
-        Device::Auto if cfg!(feature = "cuda") => Ok(candle(candle_core::Device::new_cuda(0), "cuda").unwrap_or_else(|_| cpu())),
-        Device::Auto if cfg!(feature = "metal") => Ok(candle(candle_core::Device::new_metal(0), "metal").unwrap_or_else(|_| cpu())),
+        Device::Auto if cfg!(feature = "cuda") => {
+            Ok(candle(candle_core::Device::new_cuda(0), "cuda").unwrap_or_else(|_| cpu()))
+        }
+        Device::Auto if cfg!(feature = "metal") => {
+            Ok(candle(candle_core::Device::new_metal(0), "metal").unwrap_or_else(|_| cpu()))
+        }
         Device::Auto => Ok(cpu()),
     }
 }

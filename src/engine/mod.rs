@@ -24,7 +24,9 @@ pub enum Verdict {
     Stop,
     /// Forget the generated tokens from index `keep` on (0 = all of them), in the KV cache too, and go on from there.
     /// The mask has already put its own state back.
-    Rewind { keep: usize },
+    Rewind {
+        keep: usize,
+    },
 }
 
 /// A constraint on the output. The engine calls, in a loop: `forced` → (if empty) `allow` → sample → `accept`.
@@ -74,10 +76,18 @@ pub struct Request {
 #[derive(Debug)]
 pub enum Event {
     /// Prompt tokens evaluated, of those that were not cached.
-    Prefill { done: usize, total: usize },
-    Token { id: u32, forced: bool },
+    Prefill {
+        done: usize,
+        total: usize,
+    },
+    Token {
+        id: u32,
+        forced: bool,
+    },
     /// The tokens from index `keep` on are taken back.
-    Rewind { keep: usize },
+    Rewind {
+        keep: usize,
+    },
     /// Always the last.
     Finished(Report),
     /// Always the last.
@@ -94,7 +104,11 @@ pub struct Report {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failure {
     /// Refused before any work.
-    Overflow { prompt_tokens: usize, reserved_tokens: usize, context_tokens: usize },
+    Overflow {
+        prompt_tokens: usize,
+        reserved_tokens: usize,
+        context_tokens: usize,
+    },
     Failed(String),
 }
 
@@ -128,7 +142,9 @@ impl Engine {
         let (jobs, queue) = mpsc::channel();
         let thread = std::thread::Builder::new()
             .name("cob-engine".into())
-            .spawn(move || Worker { model, cache: PrefixCache::new(settings.cache_bytes), settings, broken: None }.serve(queue))
+            .spawn(move || {
+                Worker { model, cache: PrefixCache::new(settings.cache_bytes), settings, broken: None }.serve(queue)
+            })
             .expect("a thread can be started");
         Engine { jobs, settings, thread: Some(thread) }
     }

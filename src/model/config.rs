@@ -92,7 +92,8 @@ impl Config {
                 .and_then(|x| usize::try_from(x).ok())
                 .ok_or_else(|| format!("config.json: {key} is missing or not a number"))
         };
-        let float = |key: &str| json[key].as_f64().ok_or_else(|| format!("config.json: {key} is missing or not a number"));
+        let float =
+            |key: &str| json[key].as_f64().ok_or_else(|| format!("config.json: {key} is missing or not a number"));
         let (hidden, heads) = (get("hidden_size")?, get("num_attention_heads")?);
         if heads == 0 {
             return Err("config.json: there are no attention heads".into());

@@ -215,7 +215,8 @@ impl Gguf {
         {
             let offset = raw.bytes.as_ptr() as usize - self.map.as_ptr() as usize;
             // SAFETY: the map is a read-only one of a file: dropped pages are read again.
-            let _ = unsafe { self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, offset, raw.bytes.len()) };
+            let _ =
+                unsafe { self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, offset, raw.bytes.len()) };
         }
         #[cfg(not(target_os = "linux"))]
         let _ = raw;

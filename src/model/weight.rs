@@ -98,7 +98,10 @@ impl WeightType {
     pub fn dequantize(self, raw: &[u8], out: &mut [f32]) {
         assert_eq!(raw.len(), self.row_bytes(out.len()), "{} row", self.name());
         match self {
-            Self::F32 => out.iter_mut().zip(raw.chunks_exact(4)).for_each(|(o, b)| *o = f32::from_le_bytes(b.try_into().unwrap())),
+            Self::F32 => out
+                .iter_mut()
+                .zip(raw.chunks_exact(4))
+                .for_each(|(o, b)| *o = f32::from_le_bytes(b.try_into().unwrap())),
             Self::F16 => out.iter_mut().zip(raw.chunks_exact(2)).for_each(|(o, b)| *o = half_at(b, 0)),
             Self::BF16 => out
                 .iter_mut()

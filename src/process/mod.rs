@@ -5,6 +5,9 @@
 //! in the background outlives the call. Two limits of that, until the sandbox: a process that leaves its group
 //! (`setsid`) is not followed, and when cob itself dies by SIGKILL only the direct child dies with it (Linux).
 
+// This is the one place where children are started.
+#![allow(clippy::disallowed_methods)]
+
 mod capture;
 mod environment;
 mod group;

@@ -5,9 +5,12 @@ use std::hash::{BuildHasher, Hasher};
 
 /// 64 bits that differ from call to call and from process to process. Not for secrets.
 pub fn random_u64() -> u64 {
-    let mut hasher = std::collections::hash_map::RandomState::new().build_hasher();
-    hasher.write_u32(std::process::id());
-    hasher.finish()
+    // A system without a source of randomness still gives distinct ids, by the process and the hasher's own seed.
+    getrandom::u64().unwrap_or_else(|_| {
+        let mut hasher = std::collections::hash_map::RandomState::new().build_hasher();
+        hasher.write_u32(std::process::id());
+        hasher.finish()
+    })
 }
 
 /// A new id for a session that starts at `time_ms` (milliseconds since 1970).

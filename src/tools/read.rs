@@ -73,7 +73,8 @@ fn read(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Stri
     let limit = match arguments.limit {
         None => LINES_MAX,
         Some(limit @ 1..) => usize::try_from(limit).unwrap_or(usize::MAX),
-        Some(_) => return Err("limit must be 1 or more.".into()),
+        // Small models fill in 0 or −1 where they mean nothing by it.
+        Some(_) => LINES_MAX,
     };
     let path = files::resolved(context, &arguments.file_path)?;
     let metadata = files::regular(context, &path)?;
@@ -140,20 +141,24 @@ fn read(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Stri
     let notes = if notes.is_empty() { String::new() } else { format!(" ({})", notes.join("; ")) };
     let total = text::counted(lines.total, "line");
     if lines.total == 0 {
-        return Ok(format!("{name}: 0 lines (the file is empty)"));
+        return Ok(format!("{name} has 0 lines (the file is empty)"));
     }
     if first > lines.total {
         return Err(format!("{name} has only {total}; there is nothing at offset {first}."));
     }
     let last = lines.last_shown;
     let header = if (first, last) == (1, lines.total) {
-        format!("{name}: {total}{notes}")
+        format!("{name} has {total}{notes}")
     } else if last < first {
         return Err(format!("A result may have only {} bytes: too few to show a line.", context.output_bytes_max));
     } else if last < lines.total {
-        format!("{name}: lines {first}-{last} of {}; call Read with offset={} for more{notes}", lines.total, last + 1)
+        format!(
+            "{name} has {} lines; lines {first}-{last} follow, call Read with offset={} for more{notes}",
+            lines.total,
+            last + 1
+        )
     } else {
-        format!("{name}: lines {first}-{last} of {}{notes}", lines.total)
+        format!("{name} has {} lines; lines {first}-{last} follow{notes}", lines.total)
     };
     Ok(format!("{header}\n{}", lines.shown))
 }

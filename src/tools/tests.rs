@@ -124,25 +124,28 @@ async fn read_counts_and_numbers_lines() {
     fs::write(place.path("utf16.txt"), utf16).unwrap();
     let read = |path: &str| place.ok("Read", json!({"file_path": path}));
     for (path, expected) in [
-        ("two.txt", "two.txt: 2 lines\n1\ta\n2\tb\n"),
-        ("./two.txt", "two.txt: 2 lines\n1\ta\n2\tb\n"),
-        ("open.txt", "open.txt: 2 lines (no newline at the end of the last line)\n1\ta\n2\tb\n"),
-        ("empty.txt", "empty.txt: 0 lines (the file is empty)"),
-        ("newlines.txt", "newlines.txt: 2 lines\n1\t\n2\t\n"),
-        ("crlf.txt", "crlf.txt: 2 lines (CRLF line ends)\n1\ta\n2\tb\n"),
-        ("mixed.txt", "mixed.txt: 2 lines (some lines end in CRLF)\n1\ta\n2\tb\n"),
-        ("bom.txt", "bom.txt: 1 line (UTF-8 with BOM)\n1\ta\n"),
-        ("việt/tiếng.txt", "việt/tiếng.txt: 1 line\n1\tTrời Hà Nội có mưa không?\n"),
-        ("latin1.txt", "latin1.txt: 2 lines (not all UTF-8: U+FFFD stands for what is not)\n1\tcaf\u{fffd}\n2\tok\n"),
-        ("utf16.txt", "utf16.txt: 2 lines (decoded from UTF-16)\n1\txin\n2\tchào\n"),
+        ("two.txt", "two.txt has 2 lines\n1\ta\n2\tb\n"),
+        ("./two.txt", "two.txt has 2 lines\n1\ta\n2\tb\n"),
+        ("open.txt", "open.txt has 2 lines (no newline at the end of the last line)\n1\ta\n2\tb\n"),
+        ("empty.txt", "empty.txt has 0 lines (the file is empty)"),
+        ("newlines.txt", "newlines.txt has 2 lines\n1\t\n2\t\n"),
+        ("crlf.txt", "crlf.txt has 2 lines (CRLF line ends)\n1\ta\n2\tb\n"),
+        ("mixed.txt", "mixed.txt has 2 lines (some lines end in CRLF)\n1\ta\n2\tb\n"),
+        ("bom.txt", "bom.txt has 1 line (UTF-8 with BOM)\n1\ta\n"),
+        ("việt/tiếng.txt", "việt/tiếng.txt has 1 line\n1\tTrời Hà Nội có mưa không?\n"),
+        (
+            "latin1.txt",
+            "latin1.txt has 2 lines (not all UTF-8: U+FFFD stands for what is not)\n1\tcaf\u{fffd}\n2\tok\n",
+        ),
+        ("utf16.txt", "utf16.txt has 2 lines (decoded from UTF-16)\n1\txin\n2\tchào\n"),
     ] {
         assert_eq!(read(path).await, expected);
     }
-    assert_eq!(read(&format!("file://{}", place.path("two.txt").display())).await, "two.txt: 2 lines\n1\ta\n2\tb\n");
+    assert_eq!(read(&format!("file://{}", place.path("two.txt").display())).await, "two.txt has 2 lines\n1\ta\n2\tb\n");
 
     // A long line is cut between characters (666 of three bytes), and the next is whole.
     let text = read("long.txt").await;
-    let expected = format!("long.txt: 2 lines\n1\t{} [... line cut; it has 9000 bytes]\n2\tnext\n", "ộ".repeat(666));
+    let expected = format!("long.txt has 2 lines\n1\t{} [... line cut; it has 9000 bytes]\n2\tnext\n", "ộ".repeat(666));
     assert_eq!(text, expected);
 
     // As much as fits, and where to go on.
@@ -150,17 +153,21 @@ async fn read_counts_and_numbers_lines() {
     let header = text.lines().next().unwrap();
     let last: usize = text.lines().last().unwrap().split('\t').next().unwrap().parse().unwrap();
     let next = last + 1;
-    assert_eq!(header, format!("many.txt: lines 1-{last} of 5321; call Read with offset={next} for more"));
+    assert_eq!(
+        header,
+        format!("many.txt has 5321 lines; lines 1-{last} follow, call Read with offset={next} for more")
+    );
     assert!(last > 400);
     let text = place.ok("Read", json!({"file_path": "many.txt", "offset": 5320, "limit": 10})).await;
-    assert_eq!(text, "many.txt: lines 5320-5321 of 5321\n5320\tline 5320\n5321\tline 5321\n");
+    assert_eq!(text, "many.txt has 5321 lines; lines 5320-5321 follow\n5320\tline 5320\n5321\tline 5321\n");
     let text = place.ok("Read", json!({"file_path": "many.txt", "offset": 0, "limit": 1})).await;
-    assert_eq!(text, "many.txt: lines 1-1 of 5321; call Read with offset=2 for more\n1\tline 1\n");
+    assert_eq!(text, "many.txt has 5321 lines; lines 1-1 follow, call Read with offset=2 for more\n1\tline 1\n");
     place.fails("Read", json!({"file_path": "two.txt", "offset": 3}), &["only 2 lines", "offset 3"]).await;
     place.fails("Read", json!({"file_path": "two.txt", "offset": -1}), &["offset must be 1 or more"]).await;
-    place.fails("Read", json!({"file_path": "two.txt", "limit": 0}), &["limit must be 1 or more"]).await;
+    let text = place.ok("Read", json!({"file_path": "two.txt", "limit": 0})).await;
+    assert_eq!(text, "two.txt has 2 lines\n1\ta\n2\tb\n", "0 means nothing by it");
     let text = place.ok("Read", json!({"file_path": "nul.txt", "offset": 5001})).await;
-    assert!(text.starts_with("nul.txt: lines 5001-5001 of 5001 (contains NUL bytes)\n"), "{text}");
+    assert!(text.starts_with("nul.txt has 5001 lines; lines 5001-5001 follow (contains NUL bytes)\n"), "{text}");
 }
 
 #[tokio::test]
@@ -211,7 +218,7 @@ async fn huge_files_are_streamed() {
     sparse(&place.path("line"), &b"text\n".repeat(4_000), 200 << 20);
     let text = place.ok("Read", json!({"file_path": "line", "offset": 4000})).await;
     assert!(
-        text.starts_with("line: lines 4000-4001 of 4001 (no newline at the end of the last line"),
+        text.starts_with("line has 4001 lines; lines 4000-4001 follow (no newline at the end of the last line"),
         "{}",
         &text[..200]
     );

@@ -186,7 +186,7 @@ fn every_failure_ends_in_a_result_and_its_exit_code() {
     check(json!([{"text": "half", "cut": true}]), &[], 3, "max_output_tokens", "--max-output-tokens");
     check(json!([read_notes()]), &["--max-turns", "1"], 3, "max_turns", "--max-turns");
     let failing = call("Read", json!({"file_path": "missing"}));
-    check(json!([failing, failing]), &["--max-repeats", "2"], 3, "max_repeats", "2 times in a row");
+    check(json!([failing, failing]), &["--max-repeats", "2", "--no-guard"], 3, "max_repeats", "2 times in a row");
     check(json!([{"delay_ms": 600_000}]), &["--timeout", "0.05"], 3, "timeout", "--timeout");
     check(fine(), &["--max-output-tokens", "40000"], 4, "context_overflow", "reserved output");
     check(fine(), &["--resume", "../x"], 2, "refused", "cannot be a session id");

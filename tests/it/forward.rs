@@ -70,7 +70,8 @@ fn f32_safetensors_agree_with_candle_transformers() {
         let folder = tempfile::tempdir().unwrap();
         let shape = Shape { tied, ..SMALL };
         write_safetensors(folder.path(), &shape, seed);
-        let files: Vec<_> = (1..=2).map(|i| folder.path().join(format!("model-0000{i}-of-00002.safetensors"))).collect();
+        let files: Vec<_> =
+            (1..=2).map(|i| folder.path().join(format!("model-0000{i}-of-00002.safetensors"))).collect();
         let builder = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, &Device::Cpu) }.unwrap();
         let config = std::fs::read_to_string(folder.path().join("config.json")).unwrap();
         let config: candle_transformers::models::qwen2::Config = serde_json::from_str(&config).unwrap();
@@ -82,7 +83,12 @@ fn f32_safetensors_agree_with_candle_transformers() {
         }
         for backend in [cpu(2), candle(), exact()] {
             let name = backend.name();
-            assert_close(&format!("{name}, f32 KV"), &run(folder.path(), backend.clone(), KvType::F32), &expected, 1e-3);
+            assert_close(
+                &format!("{name}, f32 KV"),
+                &run(folder.path(), backend.clone(), KvType::F32),
+                &expected,
+                1e-3,
+            );
             assert_close(&format!("{name}, f16 KV"), &run(folder.path(), backend, KvType::F16), &expected, 1e-2);
         }
     }
@@ -96,7 +102,8 @@ fn quantised_files_agree_with_candle_transformers() {
         let mut file = std::fs::File::open(&path).unwrap();
         let content = gguf_file::Content::read(&mut file).unwrap();
         let mut theirs =
-            candle_transformers::models::quantized_qwen2::ModelWeights::from_gguf(content, &mut file, &Device::Cpu).unwrap();
+            candle_transformers::models::quantized_qwen2::ModelWeights::from_gguf(content, &mut file, &Device::Cpu)
+                .unwrap();
         let mut expected: Vec<f32> = Vec::new();
         for i in 0..IDS.len() {
             let input = Tensor::new(&IDS[i..=i], &Device::Cpu).unwrap().unsqueeze(0).unwrap();

@@ -90,7 +90,8 @@ pub fn write_safetensors(folder: &Path, s: &Shape, seed: u64) {
         shards[i % 2].insert(hf, tensor);
     }
     for (i, shard) in shards.iter().enumerate() {
-        candle_core::safetensors::save(shard, folder.join(format!("model-0000{}-of-00002.safetensors", i + 1))).unwrap();
+        candle_core::safetensors::save(shard, folder.join(format!("model-0000{}-of-00002.safetensors", i + 1)))
+            .unwrap();
     }
 }
 

@@ -128,7 +128,8 @@ unsafe fn rows<S: Simd, const G: usize, const HALF: bool>(a: &Attention, kv_head
         for r in first..last {
             let position = a.start + r;
             let q: [*const f32; G] = std::array::from_fn(|h| a.q.add(r * a.q_stride + (kv_head * G + h) * dim));
-            let mut run: Running<G> = Running { max: [f32::NEG_INFINITY; G], sum: [0.0; G], out: [[0.0; HEAD_DIM_MAX]; G] };
+            let mut run: Running<G> =
+                Running { max: [f32::NEG_INFINITY; G], sum: [0.0; G], out: [[0.0; HEAD_DIM_MAX]; G] };
             for (b, block) in a.blocks.iter().enumerate().take(position / BLOCK + 1) {
                 let keys = block.add(a.shape.offset(a.layer, kv_head));
                 let values = keys.add(a.shape.head_len() * a.shape.kind.bytes());

@@ -224,7 +224,8 @@ unsafe fn group<S: Simd, const K: u8>(
         let dot = match K {
             // Signed codes: |w| · (a with the sign of w); two products fill an i16.
             Q8_0 => {
-                let term = |j: usize| S::madd(S::maddubs(S::abs_b(w[j]), S::sign_b(S::splat4(a.add(4 * j)), w[j])), ones);
+                let term =
+                    |j: usize| S::madd(S::maddubs(S::abs_b(w[j]), S::sign_b(S::splat4(a.add(4 * j)), w[j])), ones);
                 let (x, y) = (S::add_i(term(0), term(1)), S::add_i(term(2), term(3)));
                 let (z, u) = (S::add_i(term(4), term(5)), S::add_i(term(6), term(7)));
                 S::add_i(S::add_i(x, y), S::add_i(z, u))
@@ -424,11 +425,7 @@ unsafe fn buffered<S: Simd, const K: u8, const R: usize>(
                 d: S::load(at.add(256).cast()),
                 min: if K == Q4K || K == Q5K { S::load(at.add(288).cast()) } else { S::splat(0.0) },
                 pairs: if K == Q6K {
-                    (
-                        S::load_w(at.add(288).cast()),
-                        S::load_w(at.add(320).cast()),
-                        S::load_w(at.add(352).cast()),
-                    )
+                    (S::load_w(at.add(288).cast()), S::load_w(at.add(320).cast()), S::load_w(at.add(352).cast()))
                 } else {
                     (zero, zero, zero)
                 },
@@ -508,14 +505,7 @@ unsafe fn load_weights<S: Simd, const T: u8>(panel: *const u8, i: usize) -> S::F
 
 /// Float weights: one chain of fused multiply-adds an output, over the inputs in order.
 #[inline(always)]
-unsafe fn floats<S: Simd, const T: u8>(
-    product: Product,
-    x: &Rows,
-    first: usize,
-    last: usize,
-    from: usize,
-    to: usize,
-) {
+unsafe fn floats<S: Simd, const T: u8>(product: Product, x: &Rows, first: usize, last: usize, from: usize, to: usize) {
     unsafe {
         let mut p = from;
         while p < to {

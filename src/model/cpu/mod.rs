@@ -3,6 +3,9 @@
 //! The forward pass is the naive one, layer by layer; the speed is in `matmul` and `attention`. A position's logits are
 //! the same bits whatever the chunking, the number of rows and the number of threads.
 
+// A kernel walks several arrays with one index; an iterator over one of them would hide that.
+#![allow(clippy::needless_range_loop)]
+
 mod attention;
 mod matmul;
 mod ops;
@@ -206,7 +209,19 @@ impl CpuModel {
         let head = pack(head, c.vocab, c.hidden)?;
         source.raw(Name::Embedding, c.vocab, c.hidden)?;
         let rope = Rope { half: c.head_dim / 2, theta: c.rope_theta, cos: Vec::new(), sin: Vec::new() };
-        Ok(CpuModel { source, tier, pool, kv_type, layers, norm, head, rope, scratch: Scratch::default(), floats, config })
+        Ok(CpuModel {
+            source,
+            tier,
+            pool,
+            kv_type,
+            layers,
+            norm,
+            head,
+            rope,
+            scratch: Scratch::default(),
+            floats,
+            config,
+        })
     }
 
     pub fn kv_shape(&self) -> KvShape {
@@ -366,8 +381,12 @@ impl CpuModel {
         let vocab = self.config.vocab;
         let mut out = vec![0f32; (last - first) * vocab];
         // Rows of `x` before `first` have no place in `out`: the product starts at row `first`.
-        let product =
-            Product { weights: &self.head, bias: None, out: out.as_mut_ptr().wrapping_sub(first * vocab), stride: vocab };
+        let product = Product {
+            weights: &self.head,
+            bias: None,
+            out: out.as_mut_ptr().wrapping_sub(first * vocab),
+            stride: vocab,
+        };
         products(&mut self.pool, self.tier, &[product], &self.scratch.rows, first, last);
         out
     }
@@ -435,7 +454,15 @@ fn pack_panel(tier: Tier, raw: &super::gguf::Raw, p: usize, out: &mut [u8]) {
 }
 
 #[inline(always)]
-unsafe fn panels<S: Simd>(p: Product, x: &Rows, first: usize, last: usize, from: usize, to: usize, buffer: &mut Vec<u8>) {
+unsafe fn panels<S: Simd>(
+    p: Product,
+    x: &Rows,
+    first: usize,
+    last: usize,
+    from: usize,
+    to: usize,
+    buffer: &mut Vec<u8>,
+) {
     unsafe { matmul::panels::<S>(p, x, first, last, from, to, buffer) }
 }
 

@@ -12,7 +12,7 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
         let r = S::fma(nf, S::splat(-0.693_359_4), x);
         let r = S::fma(nf, S::splat(2.121_944_4e-4), r);
         let mut p = S::splat(1.987_569_1e-4);
-        for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5.000_000_1e-1] {
+        for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
             p = S::fma(p, r, S::splat(c));
         }
         let y = S::add(S::fma(p, S::mul(r, r), r), S::splat(1.0));

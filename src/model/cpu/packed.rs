@@ -135,8 +135,9 @@ fn pack(kind: WeightType, raw: &[u8], n: usize, k: usize, p: usize, out: &mut [u
     let zeros = [0u8; 256];
     let mut at = 0;
     for b in 0..k / block_len {
-        let blocks: [&[u8]; PANEL] =
-            std::array::from_fn(|c| row(c).map_or(&zeros[..block_bytes], |row| &row[b * block_bytes..(b + 1) * block_bytes]));
+        let blocks: [&[u8]; PANEL] = std::array::from_fn(|c| {
+            row(c).map_or(&zeros[..block_bytes], |row| &row[b * block_bytes..(b + 1) * block_bytes])
+        });
         for (c, block) in blocks.iter().enumerate() {
             match kind {
                 WeightType::Q4K | WeightType::Q5K => {

@@ -235,6 +235,11 @@ fn text_holds_no_control_tokens() {
             let mut mask = mask(kit, &offered, choice, true);
             let mut logits = vec![1f32; kit.vocab];
             mask.allow(&mut logits).unwrap();
+            // An empty reply is none.
+            assert!(kit.grammars.stop_ids().iter().all(|&id| logits[id as usize] == f32::NEG_INFINITY));
+            mask.accept(kit.tokenizer.encode_exact("a")[0]).unwrap();
+            let mut logits = vec![1f32; kit.vocab];
+            mask.allow(&mut logits).unwrap();
             let allowed: Vec<u32> = (0..kit.vocab as u32).filter(|&i| logits[i as usize].is_finite()).collect();
             let controls: Vec<u32> = allowed.iter().copied().filter(|&id| is_control(&kit.tokenizer, id)).collect();
             let mut stops = kit.grammars.stop_ids();
