@@ -6,6 +6,7 @@
 mod agent;
 mod chat;
 mod cli;
+mod engine;
 mod example;
 mod forward;
 mod golden;

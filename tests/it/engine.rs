@@ -1,0 +1,205 @@
+//! The engine on a small random model: what the cache, forced tokens, rewinds and cancellation do to the result.
+
+use std::collections::VecDeque;
+
+use candle_core::quantized::GgmlDType;
+use cob::engine::{Engine, Event, Failure, Mask, Report, Request, Settings, Unmasked, Verdict};
+use cob::message::{FinishReason, Sampling};
+use cob::model::{Backend, KvType, Model};
+use tokio_util::sync::CancellationToken;
+
+use crate::tiny::{SMALL, write_gguf};
+
+fn engine(context_tokens: usize) -> Engine {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_gguf(&folder.path().join("tiny.gguf"), &SMALL, 11, GgmlDType::Q8_0);
+    let model = Model::open(&path, Backend::cpu(), KvType::F16).unwrap();
+    Engine::start(model, Settings { context_tokens, cache_bytes: 64 << 20 })
+}
+
+fn request(prompt: Vec<u32>, mask: impl Mask + 'static) -> Request {
+    Request {
+        prompt,
+        pinned: 0,
+        mask: Box::new(mask),
+        sampling: Sampling::default(),
+        stop_ids: Vec::new(),
+        max_output_tokens: 20,
+        cancel: CancellationToken::new(),
+    }
+}
+
+fn run(engine: &Engine, request: Request) -> Result<Report, Failure> {
+    let mut events = engine.submit(request);
+    loop {
+        match events.blocking_recv().expect("the engine answers") {
+            Event::Finished(report) => return Ok(report),
+            Event::Failed(failure) => return Err(failure),
+            _ => {}
+        }
+    }
+}
+
+fn prompt(n: u32) -> Vec<u32> {
+    (0..n).map(|i| (i * 37 + 11) % 300).collect()
+}
+
+#[test]
+fn a_shared_prefix_is_prefilled_once_and_changes_nothing() {
+    let engine = engine(2048);
+    let first = run(&engine, request(prompt(500), Unmasked)).unwrap();
+    assert_eq!((first.usage.cached_tokens, first.usage.prefilled_tokens), (0, 500));
+    // The same again: all but one token is there, and the output is the same.
+    let again = run(&engine, request(prompt(500), Unmasked)).unwrap();
+    assert_eq!((again.usage.cached_tokens, again.usage.prefilled_tokens), (499, 1));
+    assert_eq!(again.ids, first.ids);
+    // The next turn: the output of the first is part of the prompt, and it is there but for its last token.
+    let next: Vec<u32> = prompt(500).into_iter().chain(first.ids.clone()).chain([5, 6, 7]).collect();
+    let cached = run(&engine, request(next.clone(), Unmasked)).unwrap();
+    assert_eq!(cached.usage.cached_tokens, 519);
+    engine.clear_cache();
+    let cold = run(&engine, request(next, Unmasked)).unwrap();
+    assert_eq!(cold.usage.cached_tokens, 0);
+    assert_eq!(cached.ids, cold.ids);
+}
+
+/// Forces a list of tokens at some place of the output.
+struct Forcing {
+    at: usize,
+    tokens: Vec<u32>,
+    seen: usize,
+}
+
+impl Mask for Forcing {
+    fn forced(&mut self) -> Vec<u32> {
+        if self.seen == self.at { self.tokens.clone() } else { Vec::new() }
+    }
+    fn allow(&mut self, _: &mut [f32]) -> Result<(), String> {
+        Ok(())
+    }
+    fn accept(&mut self, _: u32) -> Result<Verdict, String> {
+        self.seen += 1;
+        Ok(Verdict::Continue)
+    }
+}
+
+#[test]
+fn forced_tokens_go_in_a_batch_and_the_rest_follows_from_them() {
+    let engine = engine(2048);
+    for at in [0, 1, 7] {
+        let forcing = Forcing { at, tokens: vec![9, 8, 7, 6], seen: 0 };
+        let report = run(&engine, request(prompt(70), forcing)).unwrap();
+        assert_eq!(report.ids[at..at + 4], [9, 8, 7, 6]);
+        assert_eq!((report.usage.forced_tokens, report.usage.sampled_tokens), (4, 16));
+        // As if they had been in the prompt.
+        let whole: Vec<u32> = prompt(70).into_iter().chain(report.ids[..at + 4].to_vec()).collect();
+        engine.clear_cache();
+        let follow = run(&engine, request(whole, Unmasked)).unwrap();
+        assert_eq!(report.ids[at + 4..], follow.ids[..16 - at]);
+    }
+}
+
+/// Takes back everything from `keep` on once `until` tokens are there, forbids what stood there, and goes on.
+struct Rewinding {
+    keep: usize,
+    until: usize,
+    ids: Vec<u32>,
+    banned: Option<u32>,
+}
+
+impl Mask for Rewinding {
+    fn forced(&mut self) -> Vec<u32> {
+        Vec::new()
+    }
+    fn allow(&mut self, logits: &mut [f32]) -> Result<(), String> {
+        if let (Some(id), true) = (self.banned, self.ids.len() == self.keep) {
+            logits[id as usize] = f32::NEG_INFINITY;
+        }
+        Ok(())
+    }
+    fn accept(&mut self, token: u32) -> Result<Verdict, String> {
+        self.ids.push(token);
+        if self.banned.is_none() && self.ids.len() == self.until {
+            self.banned = Some(self.ids[self.keep]);
+            self.ids.truncate(self.keep);
+            return Ok(Verdict::Rewind { keep: self.keep });
+        }
+        Ok(Verdict::Continue)
+    }
+}
+
+#[test]
+fn after_a_rewind_it_is_as_if_the_rest_had_never_been() {
+    let engine = engine(2048);
+    let plain = run(&engine, request(prompt(70), Unmasked)).unwrap().ids;
+    for (keep, until) in [(0, 1), (0, 5), (3, 4), (3, 12)] {
+        engine.clear_cache();
+        let rewinding = Rewinding { keep, until, ids: Vec::new(), banned: None };
+        let report = run(&engine, request(prompt(70), rewinding)).unwrap();
+        assert_eq!(report.ids[..keep], plain[..keep]);
+        assert_ne!(report.ids[keep], plain[keep]);
+        let whole: Vec<u32> = prompt(70).into_iter().chain(report.ids[..keep + 1].to_vec()).collect();
+        engine.clear_cache();
+        let follow = run(&engine, request(whole, Unmasked)).unwrap();
+        assert_eq!(report.ids[keep + 1..], follow.ids[..19 - keep], "keep {keep} of {until}");
+    }
+}
+
+#[test]
+fn overflow_is_refused_before_any_work() {
+    let engine = engine(100);
+    let refused = run(&engine, request(prompt(81), Unmasked)).unwrap_err();
+    assert_eq!(refused, Failure::Overflow { prompt_tokens: 81, reserved_tokens: 20, context_tokens: 100 });
+    assert!(matches!(run(&engine, request(Vec::new(), Unmasked)), Err(Failure::Failed(_))));
+    assert_eq!(engine.cache_stats().bytes, 0);
+    assert_eq!(run(&engine, request(prompt(80), Unmasked)).unwrap().finish, FinishReason::Length);
+}
+
+#[test]
+fn a_cancelled_request_keeps_what_it_computed() {
+    let engine = engine(4096);
+    let mut asked = request(prompt(2000), Unmasked);
+    let cancel = asked.cancel.clone();
+    asked.max_output_tokens = 1;
+    let mut events = engine.submit(asked);
+    let mut done_before = VecDeque::new();
+    let report = loop {
+        match events.blocking_recv().unwrap() {
+            Event::Prefill { done, .. } => {
+                done_before.push_back(done);
+                if done >= 512 {
+                    cancel.cancel();
+                }
+            }
+            Event::Finished(report) => break report,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(report.finish, FinishReason::Cancelled);
+    assert!(report.ids.is_empty() && report.usage.prefilled_tokens < 2000, "{report:?}");
+    let again = run(&engine, request(prompt(2000), Unmasked)).unwrap();
+    assert_eq!(again.usage.cached_tokens, report.usage.prefilled_tokens);
+}
+
+struct Panicking;
+
+impl Mask for Panicking {
+    fn forced(&mut self) -> Vec<u32> {
+        panic!("a fault in a mask")
+    }
+    fn allow(&mut self, _: &mut [f32]) -> Result<(), String> {
+        Ok(())
+    }
+    fn accept(&mut self, _: u32) -> Result<Verdict, String> {
+        Ok(Verdict::Continue)
+    }
+}
+
+#[test]
+fn a_panic_ends_the_request_and_is_said_ever_after() {
+    let engine = engine(2048);
+    for _ in 0..2 {
+        let Err(Failure::Failed(why)) = run(&engine, request(prompt(5), Panicking)) else { panic!("it must fail") };
+        assert!(why.contains("a fault in a mask"), "{why}");
+    }
+}
