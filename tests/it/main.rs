@@ -12,5 +12,6 @@ mod forward;
 mod golden;
 mod hub;
 mod real;
+mod real_run;
 mod tidy;
 mod tiny;
