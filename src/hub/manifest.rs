@@ -78,8 +78,6 @@ pub struct Pip {
 #[serde(deny_unknown_fields, default)]
 pub struct AgentNotes {
     pub reminder: Reminder,
-    /// Whether the model writes a line that picks a tool before it may call one.
-    pub routing_line: bool,
 }
 
 /// When the reminder "answer the question now" is put after a tool's result.
@@ -266,7 +264,7 @@ mod tests {
             "m",
             &format!("{base}sources=['hf']\nfiles=[{{name='a'}}]\n[agent]\nreminder='after-result'"),
         );
-        assert_eq!(m.unwrap().agent, AgentNotes { reminder: Reminder::AfterResult, routing_line: false });
+        assert_eq!(m.unwrap().agent, AgentNotes { reminder: Reminder::AfterResult });
     }
 
     #[test]
