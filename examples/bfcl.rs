@@ -8,9 +8,11 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Parser;
+use cob::agent::{shows_routing, system_prompt};
 use cob::chat::qwen::{Options, Qwen};
-use cob::chat::{CompletionRequest, LanguageModel};
-use cob::message::{FinishReason, Message, Sampling, ToolCall, ToolChoice, ToolSpec};
+use cob::chat::{Completion, CompletionRequest, LanguageModel};
+use cob::message::{FinishReason, Habits, Message, Sampling, ToolCall, ToolChoice, ToolSpec};
+use cob::hub::{Hub, HubSettings};
 use cob::model::{Backend, KvType};
 use serde_json::{Map, Value, json};
 
@@ -19,9 +21,9 @@ use serde_json::{Map, Value, json};
 struct Arguments {
     /// Folder of `*.jsonl`: `{id, question, function, ground_truth?}` a line.
     dir: PathBuf,
-    /// A GGUF file, or a folder of safetensors.
+    /// An id (`cob model list`), a GGUF file, or a folder of safetensors.
     #[arg(long)]
-    model: PathBuf,
+    model: String,
     /// One JSON object in place of the table.
     #[arg(long)]
     json: bool,
@@ -34,8 +36,18 @@ struct Arguments {
     /// Only the first N cases of each file.
     #[arg(long)]
     limit: Option<usize>,
+    /// Leave calls in a foreign form as text.
     #[arg(long)]
     no_rescue: bool,
+    /// Measure each case with the rescue and without it; the prompt is prefilled once.
+    #[arg(long, conflicts_with = "no_rescue")]
+    both: bool,
+    /// Whether a reply begins with a routing line [default: what suits the model]
+    #[arg(long)]
+    routing: Option<bool>,
+    /// In nats [default: what suits the model]
+    #[arg(long)]
+    optional_margin: Option<f32>,
     #[arg(long, default_value_t = 512)]
     max_output_tokens: usize,
     #[arg(long, default_value_t = 0)]
@@ -142,6 +154,93 @@ fn grade(calls: &[ToolCall], truth: &[Value]) -> (bool, bool) {
     (tools, right)
 }
 
+impl Rates {
+    fn add(&mut self, done: &Completion, tools: &[ToolSpec], truth: Option<&[Value]>) {
+        let calls = &done.message.calls;
+        self.cases += 1;
+        self.called += !calls.is_empty() as usize;
+        self.cut += (done.finish == FinishReason::Length) as usize;
+        self.rescued += calls.iter().any(|c| c.rescued) as usize;
+        for call in calls {
+            self.emitted += 1;
+            let valid = tools.iter().find(|t| t.name == call.name).is_some_and(|t| {
+                jsonschema::validator_for(&t.parameters).is_ok_and(|v| v.is_valid(&call.arguments))
+            });
+            self.valid += valid as usize;
+        }
+        if let Some(truth) = truth {
+            let (tool, right) = grade(calls, truth);
+            self.right_tool += tool as usize;
+            self.right += right as usize;
+        }
+    }
+
+    fn row(&self, graded: bool) -> Value {
+        let rate = |n: usize, of: usize| if of == 0 { Value::Null } else { json!(n as f64 / of as f64) };
+        let graded = |n: usize| if graded { rate(n, self.cases) } else { Value::Null };
+        json!({
+            "cases": self.cases, "calls": self.emitted, "schema_valid": rate(self.valid, self.emitted),
+            "call_rate": rate(self.called, self.cases), "right_tool": graded(self.right_tool),
+            "right": graded(self.right), "rescued": rate(self.rescued, self.cases),
+            "no_call": rate(self.cases - self.called, self.cases), "cut": self.cut,
+        })
+    }
+}
+
+fn print_row(name: &str, row: &Value) {
+    let percent = |key: &str| row[key].as_f64().map_or("–".into(), |x| format!("{:.1}%", 100.0 * x));
+    println!(
+        "{name:<28} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
+        row["cases"],
+        percent("schema_valid"),
+        percent("call_rate"),
+        percent("right_tool"),
+        percent("right"),
+        percent("rescued"),
+        percent("no_call"),
+    );
+}
+
+fn tools(case: &Value) -> Vec<ToolSpec> {
+    let functions = case["function"].as_array().into_iter().flatten();
+    functions
+        .map(|f| ToolSpec {
+            name: f["name"].as_str().unwrap_or_default().into(),
+            description: f["description"].as_str().unwrap_or_default().into(),
+            parameters: schema(&f["parameters"]),
+        })
+        .collect()
+}
+
+/// The case's messages, below the system prompt that `cob run` gives these tools unless the case brings its own.
+fn messages(case: &Value, tools: &[ToolSpec], habits: Habits) -> Option<Vec<Message>> {
+    let mut messages: Vec<Message> = case["question"][0]
+        .as_array()?
+        .iter()
+        .map(|m| {
+            let text = m["content"].as_str().unwrap_or_default().to_owned();
+            if m["role"] == "system" { Message::System { text } } else { Message::User { text } }
+        })
+        .collect();
+    if !matches!(messages.first(), Some(Message::System { .. })) {
+        messages.insert(0, Message::System { text: system_prompt(tools, habits.routing) });
+    }
+    Some(messages)
+}
+
+/// What `--out` gets for a case; with `--both` the line says which of the two it is.
+fn out_line(id: &Value, done: &Completion, rescue: Option<bool>) -> Value {
+    let calls: Vec<Value> =
+        done.message.calls.iter().map(|c| json!({"name": c.name, "arguments": c.arguments})).collect();
+    let rescued = done.message.calls.iter().any(|c| c.rescued);
+    let mut line =
+        json!({"id": id, "calls": calls, "text": done.message.text, "rescued": rescued, "ids": done.message.ids});
+    if let Some(rescue) = rescue {
+        line["rescue"] = json!(rescue);
+    }
+    line
+}
+
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let a = Arguments::parse();
@@ -149,9 +248,19 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     if let (Backend::Cpu { threads, .. }, 1..) = (&mut backend, a.threads) {
         *threads = a.threads;
     }
-    let id = a.model.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let hub = Hub::new(HubSettings::from_env()?);
+    let (path, of_model) = match hub.manifest(&a.model) {
+        Ok(manifest) => (hub.path(&a.model)?, manifest.agent),
+        Err(_) => (PathBuf::from(&a.model), Habits::default()),
+    };
+    let habits = Habits {
+        routing: a.routing.unwrap_or(of_model.routing),
+        optional_margin: a.optional_margin.unwrap_or(of_model.optional_margin),
+        ..of_model
+    };
+    let id = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let model = Qwen::open(
-        &a.model,
+        &path,
         Options {
             backend,
             kv_type: KvType::F16,
@@ -169,9 +278,13 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     files.retain(|p| p.extension().is_some_and(|e| e == "jsonl"));
     files.sort();
     let mut summary = Map::new();
+    let variants: &[bool] = match (a.both, a.no_rescue) {
+        (true, _) => &[true, false],
+        (false, no_rescue) => &[!no_rescue],
+    };
     if !a.json {
         println!(
-            "{:<18} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
+            "{:<28} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
             "file", "cases", "valid", "called", "tool", "right", "rescued", "no call"
         );
     }
@@ -181,98 +294,46 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             continue;
         }
         let text = std::fs::read_to_string(&path)?;
-        let mut rates = Rates::default();
         let mut graded = true;
+        let mut rates: Vec<Rates> = variants.iter().map(|_| Rates::default()).collect();
         for (n, line) in text.lines().enumerate().take(a.limit.unwrap_or(usize::MAX)) {
             let case: Value = serde_json::from_str(line).map_err(|e| format!("{}:{}: {e}", path.display(), n + 1))?;
-            let turn =
-                case["question"][0].as_array().ok_or_else(|| format!("{}:{}: no question", path.display(), n + 1))?;
-            let mut messages: Vec<Message> = turn
-                .iter()
-                .map(|m| {
-                    let text = m["content"].as_str().unwrap_or_default().to_owned();
-                    if m["role"] == "system" { Message::System { text } } else { Message::User { text } }
-                })
-                .collect();
-            if !matches!(messages.first(), Some(Message::System { .. })) {
-                messages.insert(0, Message::System { text: cob::agent::SYSTEM.into() });
-            }
-            let tools: Vec<ToolSpec> = case["function"]
-                .as_array()
-                .into_iter()
-                .flatten()
-                .map(|f| ToolSpec {
-                    name: f["name"].as_str().unwrap_or_default().into(),
-                    description: f["description"].as_str().unwrap_or_default().into(),
-                    parameters: schema(&f["parameters"]),
-                })
-                .collect();
-            let request = CompletionRequest {
-                messages,
-                tools: tools.clone(),
-                tool_choice: ToolChoice::Auto,
-                prose: false,
-                sampling: Sampling::default(),
-                max_output_tokens: a.max_output_tokens,
-                rescue: !a.no_rescue,
-                cancel: Default::default(),
-            };
-            let done = model.complete(request, &mut |_| {}).await.map_err(|e| format!("{}: {e}", case["id"]))?;
-            for note in &done.notes {
-                eprintln!("{}: {note}", case["id"]);
-            }
-            let calls = &done.message.calls;
-            rates.cases += 1;
-            rates.called += !calls.is_empty() as usize;
-            rates.cut += (done.finish == FinishReason::Length) as usize;
-            rates.rescued += calls.iter().any(|c| c.rescued) as usize;
-            for call in calls {
-                rates.emitted += 1;
-                let valid = tools.iter().find(|t| t.name == call.name).is_some_and(|t| {
-                    jsonschema::validator_for(&t.parameters).is_ok_and(|v| v.is_valid(&call.arguments))
-                });
-                rates.valid += valid as usize;
-            }
-            match case["ground_truth"].as_array() {
-                Some(truth) => {
-                    let (tool, right) = grade(calls, truth);
-                    rates.right_tool += tool as usize;
-                    rates.right += right as usize;
+            let tools = tools(&case);
+            let messages = messages(&case, &tools, habits).ok_or_else(|| format!("{}:{}: no question", path.display(), n + 1))?;
+            let truth = case["ground_truth"].as_array();
+            graded &= truth.is_some();
+            for (rates, &rescue) in rates.iter_mut().zip(variants) {
+                let request = CompletionRequest {
+                    messages: messages.clone(),
+                    tools: tools.clone(),
+                    tool_choice: ToolChoice::Auto,
+                    withheld: Vec::new(),
+                    prose: false,
+                    routing: habits.routing && matches!(&messages[0], Message::System { text } if shows_routing(text)),
+                    optional_margin: habits.optional_margin,
+                    sampling: Sampling::default(),
+                    max_output_tokens: a.max_output_tokens,
+                    rescue,
+                    cancel: Default::default(),
+                };
+                let done = model.complete(request, &mut |_| {}).await.map_err(|e| format!("{}: {e}", case["id"]))?;
+                for note in &done.notes {
+                    eprintln!("{}: {note}", case["id"]);
                 }
-                None => graded = false,
-            }
-            if let Some(out) = &mut out {
-                let calls: Vec<Value> =
-                    calls.iter().map(|c| json!({"name": c.name, "arguments": c.arguments})).collect();
-                let rescued = done.message.calls.iter().any(|c| c.rescued);
-                let (text, ids) = (&done.message.text, &done.message.ids);
-                let line = json!({"id": case["id"], "calls": calls, "text": text, "rescued": rescued, "ids": ids});
-                writeln!(out, "{line}")?;
+                rates.add(&done, &tools, truth.map(Vec::as_slice));
+                if let Some(out) = &mut out {
+                    writeln!(out, "{}", out_line(&case["id"], &done, a.both.then_some(rescue)))?;
+                }
             }
         }
-        let r = &rates;
-        let rate = |n: usize, of: usize| if of == 0 { Value::Null } else { json!(n as f64 / of as f64) };
-        let graded = |n: usize| if graded { rate(n, r.cases) } else { Value::Null };
-        let row = json!({
-            "cases": r.cases, "calls": r.emitted, "schema_valid": rate(r.valid, r.emitted),
-            "call_rate": rate(r.called, r.cases), "right_tool": graded(r.right_tool), "right": graded(r.right),
-            "rescued": rate(r.rescued, r.cases), "no_call": rate(r.cases - r.called, r.cases), "cut": r.cut,
-        });
-        if !a.json {
-            let percent = |v: &Value| v.as_f64().map_or("–".into(), |x| format!("{:.1}%", 100.0 * x));
-            println!(
-                "{:<18} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
-                stem,
-                r.cases,
-                percent(&row["schema_valid"]),
-                percent(&row["call_rate"]),
-                percent(&row["right_tool"]),
-                percent(&row["right"]),
-                percent(&row["rescued"]),
-                percent(&row["no_call"])
-            );
+        for (rates, &rescue) in rates.iter().zip(variants) {
+            let name = if a.both && !rescue { format!("{stem} no-rescue") } else { stem.clone() };
+            let row = rates.row(graded);
+            if !a.json {
+                print_row(&name, &row);
+            }
+            summary.insert(name, row);
         }
-        summary.insert(stem, row);
     }
     if let Some(out) = &mut out {
         out.flush()?;

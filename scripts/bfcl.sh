@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tool calling on a folder of files in BFCL's form.
 #
-#   scripts/bfcl.sh DIR [--model ID|FILE] [--json] [--out FILE] [--only STEM,…] [--limit N] [--no-rescue]
+#   scripts/bfcl.sh DIR [--model ID|FILE] [--json] [--out FILE] [--only STEM,…] [--limit N] [--no-rescue | --both]
 #
 # Rates: schema-valid over emitted calls; called, right tool, right (tool and arguments) over cases. No tool is run.
 set -euo pipefail
@@ -16,6 +16,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 cd "$(dirname "$0")/.."
+target=${CARGO_TARGET_DIR:-target}
 cargo build --release --quiet --bin cob --example bfcl
-[ -e "$model" ] || model=$(./target/release/cob model path "$model")
-exec ./target/release/examples/bfcl "$dir" --model "$model" ${args[@]+"${args[@]}"}
+[ -e "$model" ] || "$target/release/cob" model pull "$model" >/dev/null
+exec "$target/release/examples/bfcl" "$dir" --model "$model" ${args[@]+"${args[@]}"}

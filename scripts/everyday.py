@@ -1,6 +1,11 @@
-"""The tasks of scripts/everyday.sh: each is a prompt, and a judge that looks at the folder and at the answer."""
+"""The tasks of scripts/everyday.sh: each is a prompt, and a judge that looks at the folder and at the answer.
+
+TASKS is the set that prompts and settings were chosen on. HELD_OUT is of the same kinds with other files and words; nothing was
+chosen on it, so that its rate says what a new task may expect.
+"""
 
 import argparse
+import collections
 import json
 import os
 import pathlib
@@ -28,6 +33,20 @@ FILES = {
     "bai-viet.txt": "Chợ nổi Cái Răng ở Cần Thơ họp từ sáng sớm trên sông Hậu. Người bán treo hàng lên cây sào dài gọi là cây bẹo "
     "để khách nhìn thấy từ xa. Du khách thường đi thuyền lúc năm giờ sáng để ăn hủ tiếu và mua trái cây ngay trên ghe.\n",
     "ghi-chu.txt": "Cuộc họp nhóm dời sang thứ Năm lúc 9 giờ, phòng Sen.\nNhớ mang theo báo cáo quý.\n",
+}
+
+
+# The folder of the held-out set.
+MORE_FILES = {
+    **FILES,
+    "settings.json": '{\n  "theme": "light",\n  "language": "vi",\n  "font_size": 12\n}\n',
+    "lib/shapes.py": "import math\n\n\ndef circle_area(r):\n    return math.pi * r * r\n\n\ndef square_area(a):\n    return a * a\n",
+    "poem.txt": "Roses are red\nViolets are blue\nHorses pull carts\nAnd so can you\nOver the hill\n",
+    "check.sh": "echo checking\necho all good\nexit 0\n",
+    "broken.py": "print('start')\nraise ValueError('no such horse')\n",
+    "contacts.txt": "Lan: 0903 111 222\nMinh: 0912 333 444\nHoa: 0987 555 666\n",
+    "tin-tuc.txt": "Sáng nay Đà Lạt có mưa nhỏ, nhiệt độ khoảng 18 độ. Chợ hoa vẫn đông khách vì gần Tết. "
+    "Người bán cho biết hoa hồng và hoa lan bán chạy nhất.\n",
 }
 
 
@@ -99,62 +118,119 @@ TASKS = {
     "largest-month": ("Read sales.csv: which month has the largest amount?", lambda r: r.says("February")),
 }
 
+HELD_OUT = {
+    "count-poem": ("Count the lines of poem.txt with a tool.", lambda r: r.says(r"\b(5|five)\b") and r.calls),
+    "find-function": ("In which file is the function circle_area defined?", lambda r: r.says(r"shapes\.py")),
+    "read-second": ("What does the second line of poem.txt say?", lambda r: r.says("violets are blue")),
+    "summary-news": (
+        "Đọc tệp tin-tuc.txt và tóm tắt bằng một câu tiếng Việt.",
+        lambda r: r.says(VIETNAMESE, "Đà Lạt|hoa|mưa") and r.calls,
+    ),
+    "create-list": (
+        "Make a file todo.txt with one line: water the plants",
+        lambda r: r.text("todo.txt").strip() == "water the plants",
+    ),
+    "edit-theme": (
+        "Change the theme in settings.json from light to dark.",
+        lambda r: r.text("settings.json") == MORE_FILES["settings.json"].replace("light", "dark"),
+    ),
+    "run-script": (
+        "Run sh check.sh and tell me what it prints.",
+        lambda r: r.used("Bash") and r.says("all good"),
+    ),
+    "product": ("What is 7 times 6?", lambda r: r.says(r"\b42\b|forty-two") and not r.used("Write", "Edit")),
+    "thanks": ("Thank you, good morning!", lambda r: len(r.answer.strip()) > 0 and not r.used("Bash", "Write", "Edit")),
+    "list-source": ("List the files in the src folder.", lambda r: r.says(r"main\.rs", r"config\.rs")),
+    "count-markdown": ("How many .md files are in the folder docs?", lambda r: r.says(r"\b(2|two)\b")),
+    "find-word": ("Which file mentions the word plumber?", lambda r: r.says(r"notes\.txt")),
+    "read-host": ("Look at config.ini. Which host is set there?", lambda r: r.says("localhost")),
+    "write-version": (
+        "Write the text 1.2.3 into a new file build/version.txt.",
+        lambda r: r.text("build/version.txt").strip() == "1.2.3",
+    ),
+    "append-contact": (
+        "Append the line 'Tuan: 0900 777 888' to contacts.txt.",
+        lambda r: r.text("contacts.txt").rstrip("\n") == MORE_FILES["contacts.txt"] + "Tuan: 0900 777 888",
+    ),
+    "shell-length": ("Use the shell: printf hippopotamus | wc -c. Which number comes out?", lambda r: r.says(r"\b12\b")),
+    "rename-function": (
+        "In lib/shapes.py rename the function square_area to area_of_square.",
+        lambda r: r.text("lib/shapes.py") == MORE_FILES["lib/shapes.py"].replace("square_area", "area_of_square"),
+    ),
+    "planet": ("Which planet is closest to the sun?", lambda r: r.says("Mercury")),
+    "phone-vietnamese": ("Số điện thoại của Minh trong tệp contacts.txt là gì?", lambda r: r.says("0912 ?333 ?444")),
+    "error-message": ("Run python3 broken.py. Which error does it raise?", lambda r: r.says("ValueError|no such horse")),
+}
+
+SETS = {"tasks": (TASKS, FILES), "held-out": (HELD_OUT, MORE_FILES)}
+
 VARIANTS = {"full": [], "no-rescue": ["--no-rescue"], "no-guard": ["--no-guard"]}
 
 
-def run(args, task, seed, flags):
-    prompt, judge = TASKS[task]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = pathlib.Path(scratch) / "work"
-        for name, text in FILES.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        command = [
-            args.cob, "run", prompt, "--model", args.model, "--cwd", str(folder), "--output-format", "json", "--quiet",
-            "--temperature", str(args.temperature), "--seed", str(seed), "--permission-mode", "accept-edits",
-            "--allow", "Bash", "--offline", "--timeout", "300", *flags, *args.flag,
-        ]  # fmt: skip
-        env = dict(os.environ, XDG_STATE_HOME=str(pathlib.Path(scratch) / "state"))
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env)
-        try:
-            result = json.loads(done.stdout)
-        except ValueError:
-            sys.exit(f"{task}, seed {seed}: no JSON result (exit {done.returncode}): {done.stderr[-500:]}")
-        return bool(judge(Run(folder, result))), result
+class Runner:
+    """One process that runs task after task."""
+
+    def __init__(self, args, flags):
+        command = [args.runner, "--model", args.model, "--temperature", str(args.temperature), *flags, *args.flag]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, task, files, seed):
+        prompt, judge = task
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = pathlib.Path(scratch) / "work"
+            for name, text in files.items():
+                path = folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            print(json.dumps({"task": prompt, "cwd": str(folder), "seed": seed}), file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+            if not line:
+                sys.exit(f"the runner ended with {self.process.wait()}")
+            result = json.loads(line)
+            return bool(judge(Run(folder, result))), result
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--cob", required=True)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--runner", required=True)
     p.add_argument("--model", default="qwen2.5-coder-1.5b-instruct-q4_k_m")
+    p.add_argument("--set", default="tasks", choices=SETS)
     p.add_argument("--seeds", type=int, default=5)
     p.add_argument("--temperature", type=float, default=0.7)
     p.add_argument("--variants", default="full,no-rescue,no-guard")
     p.add_argument("--only")
     p.add_argument("--json", help="gets one line a run")
-    p.add_argument("--flag", action="append", default=[], help="a further flag of `cob run`, as --flag=--no-guard")
-    p.add_argument("--verbose", action="store_true", help="print the answers of failed runs")
+    p.add_argument("--flag", action="append", default=[], help="a further flag of the runner, as --flag=--no-guard")
+    p.add_argument("--verbose", action="store_true", help="print the calls and answers of failed runs")
     args = p.parse_args()
-    args.cob = os.path.abspath(args.cob)
-    tasks = args.only.split(",") if args.only else list(TASKS)
+    tasks, files = SETS[args.set]
+    names = args.only.split(",") if args.only else list(tasks)
     log = open(args.json, "w", encoding="utf-8") if args.json else None
     for variant in args.variants.split(","):
-        right = total = repeats = 0
-        for task in tasks:
+        runner = Runner(args, VARIANTS[variant])
+        right = total = 0
+        ends = collections.Counter()
+        for name in names:
             marks = ""
             for seed in range(1, args.seeds + 1):
-                ok, result = run(args, task, seed, VARIANTS[variant])
+                ok, result = runner.run(tasks[name], files, seed)
                 marks += "+" if ok else "-"
                 right, total = right + ok, total + 1
-                repeats += result["stop_reason"] == "max_repeats"
+                ends[result["stop_reason"]] += 1
                 if log:
-                    print(json.dumps({"variant": variant, "task": task, "seed": seed, "right": ok, "result": result}, ensure_ascii=False), file=log, flush=True)
+                    row = {"variant": variant, "task": name, "seed": seed, "right": ok, "result": result}
+                    print(json.dumps(row, ensure_ascii=False), file=log, flush=True)
                 if args.verbose and not ok:
                     calls = [(c["name"], c["arguments"], c["outcome"]) for c in result["tool_calls"]]
-                    print(f"    {task} seed {seed}: {result['stop_reason']}; {calls}; {result['answer']!r} {result['error'] or ''}")
-            print(f"{variant:10} {task:20} {marks}", flush=True)
-        print(f"{args.model}, {variant}: {right} of {total} right ({100 * right / total:.0f}%); {repeats} stopped by repeats", flush=True)
+                    print(f"    {name} seed {seed}: {result['stop_reason']}; {calls}; {result['answer']!r} {result['error'] or ''}")
+            print(f"{variant:10} {name:20} {marks}", flush=True)
+        runner.close()
+        ended = ", ".join(f"{reason} {count}" for reason, count in ends.most_common())
+        print(f"{args.model}, {args.set}, {variant}: {right} of {total} right ({100 * right / total:.0f}%); ended by: {ended}", flush=True)
 
 
 main()

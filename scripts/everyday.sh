@@ -6,5 +6,11 @@
 # Defaults: the default model, five seeds at temperature 0.7, all three variants. Prints a line a task and the rates.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo build --release --quiet
-exec python3 scripts/everyday.py --cob ./target/release/cob "$@"
+target=${CARGO_TARGET_DIR:-target}
+cargo build --release --quiet --bin cob --example everyday
+model=qwen2.5-coder-1.5b-instruct-q4_k_m
+for ((i = 1; i < $#; i++)); do
+  if [ "${!i}" = --model ]; then j=$((i + 1)) && model=${!j}; fi
+done
+[ -e "$model" ] || "$target/release/cob" model pull "$model" >/dev/null
+exec python3 scripts/everyday.py --runner "$target/release/examples/everyday" "$@"

@@ -57,6 +57,9 @@ pub struct ToolResult {
     pub name: String,
     pub text: String,
     pub is_error: bool,
+    /// A search that worked and found nothing.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub found_nothing: bool,
     /// A line of the harness that stands after this result, inside the same user turn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reminder: Option<String>,
@@ -154,13 +157,55 @@ pub struct Sampling {
     pub min_p: f64,
     /// 1.0 means off. Not applied inside a call: it would punish repeated quotes and copied arguments.
     pub repetition_penalty: f32,
+    /// The temperature inside a call, whose names, paths and numbers are copied rather than invented; `None`: as outside.
+    #[serde(default)]
+    pub call_temperature: Option<f64>,
     pub seed: u64,
 }
 
 impl Default for Sampling {
     fn default() -> Self {
-        Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 }
+        Sampling {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            call_temperature: None,
+            seed: 0,
+        }
     }
+}
+
+impl Sampling {
+    /// What a run begins with: greedy; with a temperature, the cuts that Qwen2.5's `generation_config.json` gives (top-p 0.8,
+    /// top-k 20); calls are greedy at any temperature. Its repetition penalty is left out: it would punish the words of the
+    /// question and of a tool's result, which an answer must repeat.
+    pub fn qwen() -> Self {
+        Sampling { top_k: 20, top_p: 0.8, call_temperature: Some(0.0), ..Sampling::default() }
+    }
+}
+
+/// How the loop treats a model: measured, and set in its manifest (`docs/LOG.md` has the figures).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Habits {
+    pub reminder: ReminderAt,
+    /// Whether a reply begins with a line that names the tool it calls, or says that it answers.
+    pub routing: bool,
+    /// How much likelier than the end of a call an optional argument must be to be written, in nats.
+    pub optional_margin: f32,
+}
+
+/// When the model is reminded of its task.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum ReminderAt {
+    /// When it has repeated a call.
+    #[default]
+    OnRepeat,
+    /// With the last result of every step; calls stay possible. A repeat is still guarded.
+    AfterResult,
 }
 
 /// JSON with the keys of every object sorted: equal values give equal text. `serde_json` keeps keys in the order in

@@ -8,8 +8,8 @@ use serde_json::Value;
 
 use super::run::{End, Run};
 use super::task::{Aborting, panic_text};
-use super::{AgentEvent, CallOutcome, CallReport, Refusal, ReminderAt, Stop, guard};
-use crate::message::{StopReason, ToolCall, ToolResult};
+use super::{AgentEvent, CallOutcome, CallReport, Refusal, Stop, guard};
+use crate::message::{ReminderAt, StopReason, ToolCall, ToolResult};
 use crate::permission::Settled;
 use crate::session::Event;
 use crate::tools::{Tool, ToolContext, ToolOutput};
@@ -99,8 +99,11 @@ impl Run<'_, '_> {
                 duration: Duration::ZERO,
             });
             let reminded =
-                last_of_step && at + 1 == calls.len() && self.agent.settings.reminder == ReminderAt::AfterResult;
-            let reminder = reminded.then(|| self.reminder());
+                last_of_step && at + 1 == calls.len() && self.agent.settings.habits.reminder == ReminderAt::AfterResult;
+            let reminder = reminded.then(|| match done.output.is_error || done.output.found_nothing {
+                true => self.retry(),
+                false => self.reminder(),
+            });
             self.log_result(call, done, reminder)?;
         }
         Ok(())
@@ -123,7 +126,7 @@ impl Run<'_, '_> {
             return Ok(Prepared::error(CallOutcome::NotRun, "not run: the same call was made too often in a row"));
         }
         let key = guard::key(call);
-        let answered = self.agent.settings.guard && self.answered().contains(&key);
+        let answered = self.agent.settings.guard && self.answered().contains_key(&key);
         self.repeats.count(key);
         let toolbox = &self.agent.toolbox;
         let Some(entry) = toolbox.find(&call.name) else {
@@ -225,7 +228,8 @@ impl Run<'_, '_> {
         let duration_ms = duration.as_millis() as u64;
         let ToolCall { id, name, arguments, rescued } = call.clone();
         let is_error = output.is_error;
-        let result = ToolResult { call_id: id.clone(), name: name.clone(), text: text.clone(), is_error, reminder };
+        let found_nothing = output.found_nothing;
+        let result = ToolResult { call_id: id.clone(), name: name.clone(), text: text.clone(), is_error, found_nothing, reminder };
         self.log(Event::ToolResult { result, duration_ms })?;
         let report = CallReport { id, name, arguments, outcome, rescued };
         self.outcome.calls.push(report.clone());

@@ -1,7 +1,7 @@
 //! Small models, given a tool's result, often make the same call again instead of answering. This file knows which calls
 //! are such repeats.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::message::{ToolCall, json_canonical};
 use crate::session::Event;
@@ -14,17 +14,26 @@ pub(super) fn key(call: &ToolCall) -> String {
     format!("{} {}", call.name, json_canonical(&call.arguments))
 }
 
+/// What an answer was worth.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Answer {
+    Useful,
+    /// An error, or a search that found nothing: something else may lead further.
+    Useless,
+    Refused,
+}
+
 /// The keys of the calls that have an answer which still holds, an error or a refusal included: again it would end so.
 /// They were made since the last user message, and no call that may change something ran after them: to read a file again
 /// after an edit, or to run a test again, is no repeat.
 pub(super) fn answered<'a>(
     events: impl IntoIterator<Item = &'a Event>,
     read_only: impl Fn(&str) -> bool,
-) -> HashSet<String> {
+) -> BTreeMap<String, Answer> {
     let mut calls: HashMap<&str, &ToolCall> = HashMap::new();
     let mut started: HashSet<&str> = HashSet::new();
     let mut refused: HashSet<&str> = HashSet::new();
-    let mut answered = HashSet::new();
+    let mut answered = BTreeMap::new();
     for event in events {
         match event {
             Event::User { .. } => {
@@ -44,8 +53,14 @@ pub(super) fn answered<'a>(
                 if ran && !read_only(&call.name) {
                     answered.clear();
                 }
-                if ran || refused.contains(call.id.as_str()) {
-                    answered.insert(key(call));
+                let refused = refused.contains(call.id.as_str());
+                if ran || refused {
+                    let answer = match result.is_error || result.found_nothing {
+                        _ if refused => Answer::Refused,
+                        true => Answer::Useless,
+                        false => Answer::Useful,
+                    };
+                    answered.insert(key(call), answer);
                 }
             }
             _ => {}
@@ -56,11 +71,20 @@ pub(super) fn answered<'a>(
 
 /// What stands after a result so that the model answers. `question` is the user's text.
 pub(super) fn reminder(question: &str) -> String {
+    format!("answer the question now: {}", bounded(question))
+}
+
+/// What stands after an error, so that the model tries something else.
+pub(super) fn retry(question: &str) -> String {
+    format!("that call failed; make another call for the task: {}", bounded(question))
+}
+
+fn bounded(question: &str) -> String {
     let mut bounded: String = question.trim().chars().take(QUESTION_CHARS_MAX).collect();
     if bounded.len() < question.trim().len() {
         bounded.push('…');
     }
-    format!("answer the question now: {bounded}")
+    bounded
 }
 
 #[cfg(test)]
@@ -106,11 +130,11 @@ mod tests {
                 events.push(Event::ToolStarted { call_id: id.clone() });
             }
             let is_error = letter.is_uppercase();
-            let result = ToolResult { call_id: id, name, text: String::new(), is_error, reminder: None };
+            let result = ToolResult { call_id: id, name, text: String::new(), is_error, found_nothing: false, reminder: None };
             events.push(Event::ToolResult { result, duration_ms: 0 });
         }
         let answered = answered(&events, |name| name != "w");
-        let mut found: Vec<char> = "rsw".chars().filter(|c| answered.contains(&format!("{c} {{}}"))).collect();
+        let mut found: Vec<char> = "rsw".chars().filter(|c| answered.contains_key(&format!("{c} {{}}"))).collect();
         found.sort_unstable();
         assert_eq!(found.into_iter().collect::<String>(), expected, "{script}");
     }

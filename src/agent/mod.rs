@@ -15,6 +15,7 @@
 
 mod call;
 mod guard;
+mod prompt;
 mod run;
 mod stop;
 mod task;
@@ -27,11 +28,12 @@ use std::time::Duration;
 use serde::Serialize;
 use serde_json::Value;
 
+pub use prompt::{shows_routing, system_prompt};
 pub use stop::Stop;
 pub use toolbox::Toolbox;
 
 use crate::chat::LanguageModel;
-use crate::message::{FinishReason, Sampling, StopReason, ToolCall, ToolChoice, Usage};
+use crate::message::{FinishReason, Habits, Sampling, StopReason, ToolCall, ToolChoice, Usage};
 use crate::permission::Permissions;
 use crate::tools::FileViews;
 
@@ -45,23 +47,6 @@ pub struct Agent {
     /// What the model last saw of each file; kept from task to task.
     pub files: Arc<FileViews>,
     pub settings: Settings,
-}
-
-/// What the model is told when it has tools and nobody says otherwise. Measured on everyday tasks (`docs/LOG.md`).
-pub const SYSTEM: &str = "You are cob, an agent that works in the user's folder. Use a tool when the task needs a file or a \
-command; file paths are relative, such as notes.txt or src/main.rs. To see a file or count its lines use Read, to change one use \
-Edit. Call one tool at a time. When its result answers the question, answer the user in one short sentence. For greetings \
-and general knowledge answer directly, without a tool.";
-
-/// When the model is reminded to answer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, clap::ValueEnum)]
-#[serde(rename_all = "snake_case")]
-pub enum ReminderAt {
-    /// When it has repeated a call; calls are masked out for that reply.
-    #[default]
-    OnRepeat,
-    /// With the last result of every step; calls stay possible. A repeat is still guarded.
-    AfterResult,
 }
 
 /// The limits and habits of the loop.
@@ -84,7 +69,7 @@ pub struct Settings {
     pub result_tokens_max: usize,
     /// Whether a repeated call is thrown away and the answer asked for.
     pub guard: bool,
-    pub reminder: ReminderAt,
+    pub habits: Habits,
     /// Whether a call in a foreign form is made a real one.
     pub rescue: bool,
 }
@@ -101,7 +86,7 @@ impl Default for Settings {
             max_repeats: 3,
             result_tokens_max: 4000,
             guard: true,
-            reminder: ReminderAt::OnRepeat,
+            habits: Habits::default(),
             rescue: true,
         }
     }

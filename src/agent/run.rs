@@ -1,6 +1,6 @@
 //! One task: the main path of the loop.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use super::call::Repeats;
@@ -75,6 +75,14 @@ pub(super) struct Run<'a, 'o> {
     said: HashSet<String>,
 }
 
+/// A reply that only repeats.
+struct Repeat {
+    /// The last result: the reminder goes there.
+    call_id: String,
+    /// None of the repeated calls had led anywhere.
+    useless: bool,
+}
+
 impl<'a, 'o> Run<'a, 'o> {
     fn new(agent: &'a Agent, session: &'a mut Session, stop: &'a Stop, observer: &'a mut Observer<'o>) -> Self {
         let outcome = Outcome {
@@ -110,12 +118,20 @@ impl<'a, 'o> Run<'a, 'o> {
         Err(End::new(StopReason::MaxTurns, format!("no answer after {turns} turns; raise --max-turns or ask for less")))
     }
 
-    /// One reply of the model, logged.
+    /// One reply of the model, logged. A reply that only repeats is thrown away: where the repeated call led nowhere, its tool is
+    /// withheld and another one asked for; where it was answered, or the model insists, calls are masked out.
     async fn step(&mut self) -> Result<AssistantMessage, End> {
-        let mut reply = self.complete(self.tool_choice(), false).await?;
-        if let Some(call_id) = self.repeated(&reply) {
-            self.discard(reply, call_id)?;
-            reply = self.complete(ToolChoice::None, true).await?;
+        let mut reply = self.complete(self.tool_choice(), Vec::new()).await?;
+        if let Some(repeat) = self.repeated(&reply)
+            && repeat.useless
+        {
+            let names = reply.message.calls.iter().map(|call| call.name.clone()).collect();
+            self.discard(reply, repeat.call_id, self.retry())?;
+            reply = self.complete(ToolChoice::Auto, names).await?;
+        }
+        if let Some(repeat) = self.repeated(&reply) {
+            self.discard(reply, repeat.call_id, self.reminder())?;
+            reply = self.complete(ToolChoice::None, Vec::new()).await?;
         }
         self.record(reply)
     }
@@ -126,11 +142,11 @@ impl<'a, 'o> Run<'a, 'o> {
         if first || *asked == ToolChoice::None { asked.clone() } else { ToolChoice::Auto }
     }
 
-    async fn complete(&mut self, tool_choice: ToolChoice, prose: bool) -> Result<Completion, End> {
+    async fn complete(&mut self, tool_choice: ToolChoice, withheld: Vec<String>) -> Result<Completion, End> {
         if let Some(reason) = self.stop.reason() {
             return Err(End::stopped(reason, String::new()));
         }
-        let request = self.request(tool_choice, prose);
+        let request = self.request(tool_choice, withheld);
         let mut text = String::new();
         let mut sink = |delta: Delta| {
             let event = match delta {
@@ -169,7 +185,7 @@ impl<'a, 'o> Run<'a, 'o> {
         Ok(completion)
     }
 
-    fn request(&self, tool_choice: ToolChoice, prose: bool) -> CompletionRequest {
+    fn request(&self, tool_choice: ToolChoice, withheld: Vec<String>) -> CompletionRequest {
         let settings = &self.agent.settings;
         // Every reply of a session draws from its own stream, which the log determines.
         let replies =
@@ -179,8 +195,11 @@ impl<'a, 'o> Run<'a, 'o> {
         CompletionRequest {
             messages: context::messages(self.session.events()),
             tools: self.agent.toolbox.specs().to_vec(),
+            prose: tool_choice == ToolChoice::None && settings.tool_choice != ToolChoice::None,
             tool_choice,
-            prose,
+            withheld,
+            routing: settings.habits.routing,
+            optional_margin: settings.habits.optional_margin,
             sampling,
             max_output_tokens: settings.max_output_tokens,
             rescue: settings.rescue,
@@ -188,39 +207,46 @@ impl<'a, 'o> Run<'a, 'o> {
         }
     }
 
-    /// The last result, if the reply consists of calls that are already answered.
-    fn repeated(&self, reply: &Completion) -> Option<String> {
+    /// Whether the reply consists of calls that are already answered.
+    fn repeated(&self, reply: &Completion) -> Option<Repeat> {
         let calls = &reply.message.calls;
         if !self.agent.settings.guard || calls.is_empty() || reply.finish == FinishReason::Length {
             return None;
         }
         let answered = self.answered();
-        if !calls.iter().all(|call| answered.contains(&guard::key(call))) {
-            return None;
-        }
+        let answers: Option<Vec<_>> = calls.iter().map(|call| answered.get(&guard::key(call)).copied()).collect();
+        let useless = answers?.into_iter().all(|answer| answer == guard::Answer::Useless);
         self.session.events().rev().find_map(|event| match event {
-            Event::ToolResult { result, .. } => Some(result.call_id.clone()),
+            Event::ToolResult { result, .. } => Some(Repeat { call_id: result.call_id.clone(), useless }),
             _ => None,
         })
     }
 
-    pub fn answered(&self) -> HashSet<String> {
+    pub fn answered(&self) -> BTreeMap<String, guard::Answer> {
         guard::answered(self.session.events(), |name| self.agent.toolbox.read_only(name))
     }
 
-    fn discard(&mut self, reply: Completion, call_id: String) -> Result<(), End> {
+    fn discard(&mut self, reply: Completion, call_id: String, reminder: String) -> Result<(), End> {
         let calls = reply.message.calls;
-        let reminder = self.reminder();
         (self.observer)(&AgentEvent::RepeatGuarded { calls: calls.clone(), reminder: reminder.clone() });
         self.log(Event::RepeatGuarded { calls, call_id, reminder, usage: reply.usage })
     }
 
     pub fn reminder(&self) -> String {
+        guard::reminder(&self.question())
+    }
+
+    pub fn retry(&self) -> String {
+        guard::retry(&self.question())
+    }
+
+    /// What the user asked last.
+    fn question(&self) -> String {
         let question = self.session.events().rev().find_map(|event| match event {
             Event::User { text } => Some(text.as_str()),
             _ => None,
         });
-        guard::reminder(question.unwrap_or_default())
+        question.unwrap_or_default().to_owned()
     }
 
     /// Numbers the calls of a reply and logs it. A reply that was cut by the output limit ends the task.

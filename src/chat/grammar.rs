@@ -29,6 +29,8 @@ pub struct Grammars {
     vocab: usize,
     pub(super) ids: ControlIds,
     factory: OnceLock<Result<ParserFactory, String>>,
+    /// Behind a value that is no string, and inside a string.
+    ends: OnceLock<[ArgumentEnds; 2]>,
     cache: Mutex<HashMap<String, Arc<CallGrammar>>>,
 }
 
@@ -39,6 +41,33 @@ pub(super) struct ControlIds {
     pub end_of_text: Option<u32>,
     pub tool_call: u32,
     pub end_tool_call: u32,
+}
+
+/// Tokens that end a value: with a comma, or with the brace that ends the arguments.
+pub(super) struct ArgumentEnds {
+    more: Vec<u32>,
+    end: Vec<u32>,
+}
+
+impl ArgumentEnds {
+    /// Where the arguments may end and a comma is likelier by less than `margin`, they end.
+    pub fn prefer_end(&self, logits: &mut [f32], margin: f32) {
+        let best = |ids: &[u32], logits: &[f32]| {
+            let at = |&id: &u32| logits.get(id as usize).copied().unwrap_or(f32::NEG_INFINITY);
+            ids.iter().copied().max_by(|a, b| at(a).total_cmp(&at(b))).map(|id| (id, at(&id)))
+        };
+        let (Some((end, end_logit)), Some((_, more_logit))) = (best(&self.end, logits), best(&self.more, logits)) else {
+            return;
+        };
+        if end_logit.is_finite() && more_logit > end_logit && more_logit < end_logit + margin {
+            logits[end as usize] = more_logit;
+            for &id in &self.more {
+                if let Some(logit) = logits.get_mut(id as usize) {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+    }
 }
 
 /// A tool whose calls cannot be constrained, so it is not offered.
@@ -55,8 +84,8 @@ pub struct CallGrammar {
     tools: Vec<(String, Value)>,
     refused: Vec<Refused>,
     notes: Vec<String>,
-    /// By the one tool that is allowed; `None`: all of them.
-    matchers: Mutex<HashMap<Option<String>, Matcher>>,
+    /// By the tools that may be called.
+    matchers: Mutex<HashMap<Vec<String>, Matcher>>,
 }
 
 impl CallGrammar {
@@ -101,7 +130,7 @@ impl Grammars {
             tool_call: id(TOOL_CALL)?,
             end_tool_call: id(END_TOOL_CALL)?,
         };
-        Ok(Grammars { tokenizer, vocab, ids, factory: OnceLock::new(), cache: Mutex::default() })
+        Ok(Grammars { tokenizer, vocab, ids, factory: OnceLock::new(), ends: OnceLock::new(), cache: Mutex::default() })
     }
 
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
@@ -111,6 +140,22 @@ impl Grammars {
     /// The ids that end the model's turn: the stop ids of a request.
     pub fn stop_ids(&self) -> Vec<u32> {
         std::iter::once(self.ids.im_end).chain(self.ids.end_of_text).collect()
+    }
+
+    /// The tokens that decide whether another argument follows.
+    pub(super) fn argument_ends(&self, in_string: bool) -> &ArgumentEnds {
+        let ends = self.ends.get_or_init(|| {
+            let starting = |prefix: &[u8]| -> Vec<u32> {
+                (0..self.tokenizer.vocab_size() as u32)
+                    .filter(|&id| self.tokenizer.token_bytes(id).starts_with(prefix))
+                    .collect()
+            };
+            [
+                ArgumentEnds { more: starting(b","), end: starting(b"}") },
+                ArgumentEnds { more: starting(b"\","), end: starting(b"\"}") },
+            ]
+        });
+        &ends[usize::from(in_string)]
     }
 
     /// Builds the token trie now, so that no call has to wait for it. Meant for a thread that runs beside the prefill.
@@ -157,20 +202,16 @@ impl Grammars {
         grammar
     }
 
-    /// A matcher at the start of a call (behind `<tool_call>`), of one tool or of any.
-    pub fn matcher(&self, grammar: &CallGrammar, only: Option<&str>) -> Result<Matcher, String> {
-        let key = only.map(str::to_owned);
+    /// A matcher at the start of a call (behind `<tool_call>`) of one of `callable`.
+    pub fn matcher(&self, grammar: &CallGrammar, callable: &[String]) -> Result<Matcher, String> {
         let mut matchers = grammar.matchers.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(fresh) = matchers.get(&key) {
+        if let Some(fresh) = matchers.get(callable) {
             return Ok(fresh.deep_clone());
         }
         let tools: Vec<&(String, Value)> =
-            grammar.tools.iter().filter(|(name, _)| only.is_none_or(|only| only == name)).collect();
+            grammar.tools.iter().filter(|(name, _)| callable.contains(name)).collect();
         if tools.is_empty() {
-            return Err(match only {
-                Some(only) => format!("the tool `{only}` is not offered; offered are: {}", grammar.names().join(", ")),
-                None => "no tool that can be called is offered".to_owned(),
-            });
+            return Err(format!("none of the tools that may be called is offered; offered are: {}", grammar.names().join(", ")));
         }
         let lark = lark(&tools, self.ids.end_tool_call);
         let parser = self.factory()?.create_parser(TopLevelGrammar::from_lark(lark));
@@ -178,7 +219,7 @@ impl Grammars {
         if let Some(error) = matcher.get_error() {
             return Err(format!("the grammar of the tools cannot be built: {}", first_line(&error)));
         }
-        matchers.insert(key, matcher.deep_clone());
+        matchers.insert(callable.to_vec(), matcher.deep_clone());
         Ok(matcher)
     }
 

@@ -63,11 +63,14 @@ impl Text {
 struct Digits {
     in_string: bool,
     escaped: bool,
+    /// Open braces and brackets; the arguments themselves stand at [`ARGUMENTS_DEPTH`].
+    depth: usize,
     /// Digits in a row, up to here.
     run: usize,
 }
 
 const DIGIT_LIMIT: usize = 18;
+const ARGUMENTS_DEPTH: usize = 2;
 
 impl Digits {
     fn push(&mut self, bytes: &[u8]) {
@@ -76,6 +79,8 @@ impl Digits {
             match byte {
                 b'"' if !was_escaped => self.in_string = !self.in_string,
                 b'\\' if !was_escaped => self.escaped = self.in_string,
+                b'{' | b'[' if !self.in_string => self.depth += 1,
+                b'}' | b']' if !self.in_string => self.depth = self.depth.saturating_sub(1),
                 _ => {}
             }
             self.run = if byte.is_ascii_digit() && !self.in_string { self.run + 1 } else { 0 };
@@ -93,6 +98,8 @@ impl Digits {
 }
 
 enum Phase {
+    /// The routing line, as far as it has come.
+    Route(Vec<u8>),
     Text,
     Call(Box<Matcher>, Digits),
     /// Behind a call. `newline`: its line has been ended, so another call can follow.
@@ -100,6 +107,11 @@ enum Phase {
         newline: bool,
     },
 }
+
+/// The routing line: this and a name before a call of that tool …
+pub const ROUTE_TOOL: &str = "Tool: ";
+/// … or this before an answer.
+pub const ROUTE_ANSWER: &str = "Answer:";
 
 /// The constraint on one completion.
 pub struct CallMask {
@@ -115,13 +127,19 @@ pub struct CallMask {
     phase: Phase,
     /// What must come next outside of a grammar.
     queue: VecDeque<u32>,
-    /// The tool of the next call; `None`: any.
+    /// The tools that may be called.
+    callable: Arc<[String]>,
+    /// The tool of the next call; `None`: any of them.
     only: Option<String>,
     /// A matcher whose first forced tokens were given out together with `<tool_call>`.
     opened: Option<Box<Matcher>>,
     /// By position: what led to a foreign call there while calls are forbidden.
     banned: HashMap<usize, Vec<u32>>,
     guarded: usize,
+    /// How much likelier than the end of the arguments, in nats, an optional one must be.
+    optional_margin: f32,
+    /// The tokens of the routing line.
+    routed: usize,
     /// The text begins with a word.
     prose: bool,
     rescued: bool,
@@ -158,7 +176,8 @@ impl CallMask {
         };
         let may_call = choice != ToolChoice::None && !names.is_empty();
         let scans = rescue && !names.is_empty() && matches!(choice, ToolChoice::Auto | ToolChoice::None);
-        let scanner = scans.then(|| Scanner::new(names.iter().map(|n| (*n).to_owned()).collect()));
+        let callable: Arc<[String]> = names.iter().map(|name| (*name).to_owned()).collect();
+        let scanner = scans.then(|| Scanner::new(callable.clone()));
         let newline = grammars.tokenizer().encode_exact("\n").first().copied().unwrap_or_default();
         let must_call = matches!(choice, ToolChoice::Required | ToolChoice::Named(_));
         let queue = if must_call { VecDeque::from([grammars.ids.tool_call]) } else { VecDeque::new() };
@@ -172,10 +191,13 @@ impl CallMask {
             text: Text::default(),
             phase: Phase::Text,
             queue,
+            callable,
             only,
             opened: None,
             banned: HashMap::new(),
             guarded: 0,
+            optional_margin: 0.0,
+            routed: 0,
             prose: false,
             rescued: false,
             starts: Vec::new(),
@@ -183,10 +205,43 @@ impl CallMask {
         })
     }
 
+    /// These tools may not be called this time, though the prompt shows them.
+    pub fn withhold(mut self, names: &[String]) -> CallMask {
+        if names.is_empty() || self.choice != ToolChoice::Auto {
+            return self;
+        }
+        self.callable = self.callable.iter().filter(|name| !names.contains(name)).cloned().collect();
+        self.may_call &= !self.callable.is_empty();
+        self.scanner = self.scanner.take().map(|_| Scanner::new(self.callable.clone()));
+        self
+    }
+
     /// With `prose` the text begins with a word: no bracket, tag, quote of code or fence.
     pub fn prose(mut self, prose: bool) -> CallMask {
         self.prose = prose;
         self
+    }
+
+    /// Where the arguments could end, another one must be likelier by `nats`: small models fill in whatever a schema offers.
+    pub fn optional_margin(mut self, nats: f32) -> CallMask {
+        self.optional_margin = nats;
+        self
+    }
+
+    /// With `routing` a reply that may hold a call begins with a line that says whether it does, and of which tool.
+    pub fn routing(mut self, routing: bool) -> CallMask {
+        let decides = matches!(self.choice, ToolChoice::Auto | ToolChoice::None);
+        if routing && decides && !self.grammar.names().is_empty() {
+            self.phase = Phase::Route(Vec::new());
+        }
+        self
+    }
+
+    /// The routing lines, each with the name of its tool.
+    fn routes(&self) -> Vec<(String, Option<String>)> {
+        let names = if self.may_call { &self.callable[..] } else { &[] };
+        let tools = names.iter().map(|name| (format!("{ROUTE_TOOL}{name}\n"), Some(name.clone())));
+        tools.chain([(ROUTE_ANSWER.to_owned(), None)]).collect()
     }
 
     /// The view that reads this mask's output. It must be made before the first token.
@@ -196,6 +251,7 @@ impl CallMask {
             scanner: self.scanner.clone(),
             ids: Vec::new(),
             text: Text::default(),
+            route: matches!(self.phase, Phase::Route(_)),
             emitted: 0,
             open: None,
             announced: false,
@@ -206,7 +262,8 @@ impl CallMask {
     }
 
     fn open(&self) -> Result<Box<Matcher>, String> {
-        self.grammars.matcher(&self.grammar, self.only.as_deref()).map(Box::new)
+        let only = self.only.as_ref().map(std::slice::from_ref);
+        self.grammars.matcher(&self.grammar, only.unwrap_or(&self.callable)).map(Box::new)
     }
 
     /// The first token that reaches behind `start`, and the bytes of it that stand before.
@@ -303,12 +360,24 @@ impl Mask for CallMask {
     fn allow(&mut self, logits: &mut [f32]) -> Result<(), String> {
         let ids = self.grammars.ids;
         let repeats = matches!(self.phase, Phase::After { .. }) && self.repeats();
+        let routes = if let Phase::Route(_) = self.phase { self.routes() } else { Vec::new() };
         match &mut self.phase {
+            Phase::Route(said) => {
+                let left: Vec<&[u8]> =
+                    routes.iter().filter_map(|(line, _)| line.as_bytes().strip_prefix(&said[..])).collect();
+                let tokenizer = self.grammars.tokenizer();
+                for (id, logit) in logits.iter_mut().enumerate() {
+                    let bytes = tokenizer.token_bytes(id as u32);
+                    if bytes.is_empty() || !left.iter().any(|left| left.starts_with(bytes)) {
+                        *logit = f32::NEG_INFINITY;
+                    }
+                }
+            }
             Phase::Text => {
                 let tokenizer = self.grammars.tokenizer();
                 for &(_, id) in tokenizer.controls() {
                     // An empty reply is none: small models give one now and then right after a tool's result.
-                    let ends = (id == ids.im_end || Some(id) == ids.end_of_text) && !self.ids.is_empty();
+                    let ends = (id == ids.im_end || Some(id) == ids.end_of_text) && self.ids.len() > self.routed;
                     let calls = id == ids.tool_call && self.may_call;
                     if !ends && !calls {
                         forbid(logits, id);
@@ -316,7 +385,7 @@ impl Mask for CallMask {
                 }
                 let used = tokenizer.vocab_size().min(logits.len());
                 logits[used..].fill(f32::NEG_INFINITY);
-                if self.prose && self.text.text.trim().is_empty() {
+                if self.prose && self.ids.len() == self.routed {
                     for (id, logit) in logits[..used].iter_mut().enumerate() {
                         let bytes = tokenizer.token_bytes(id as u32).trim_ascii_start();
                         if bytes.first().is_some_and(|first| b"{}[]()<>`|#*=/\\\"'".contains(first)) {
@@ -350,6 +419,9 @@ impl Mask for CallMask {
                 }
                 let covered = (mask.as_slice().len() * 32).min(logits.len());
                 logits[covered..].fill(f32::NEG_INFINITY);
+                if self.optional_margin > 0.0 && digits.depth == ARGUMENTS_DEPTH {
+                    self.grammars.argument_ends(digits.in_string).prefer_end(logits, self.optional_margin);
+                }
             }
             Phase::After { newline } => {
                 let ends = std::iter::once(ids.im_end).chain(ids.end_of_text);
@@ -393,7 +465,23 @@ impl Mask for CallMask {
             self.phase = Phase::Call(matcher, Digits::default());
             return Ok(Verdict::Continue);
         }
+        let routes = if let Phase::Route(_) = self.phase { self.routes() } else { Vec::new() };
         match &mut self.phase {
+            Phase::Route(said) => {
+                let bytes = self.grammars.tokenizer().token_bytes(token);
+                self.text.push(bytes);
+                said.extend_from_slice(bytes);
+                let Some((_, name)) = routes.iter().find(|(line, _)| line.as_bytes() == said) else {
+                    return Ok(Verdict::Continue);
+                };
+                self.phase = Phase::Text;
+                self.routed = self.ids.len();
+                if let Some(name) = name {
+                    self.only = Some(name.clone());
+                    self.queue.push_back(ids.tool_call);
+                }
+                Ok(Verdict::Continue)
+            }
             Phase::Text => {
                 self.text.push(self.grammars.tokenizer().token_bytes(token));
                 if !self.queue.is_empty() {
@@ -489,6 +577,8 @@ pub struct StreamView {
     scanner: Option<Scanner>,
     ids: Vec<u32>,
     text: Text,
+    /// The text begins with the routing line, which is not shown.
+    route: bool,
     /// Bytes of the text that were given out.
     emitted: usize,
     /// Where the call that is being written begins in `ids`.
@@ -535,6 +625,11 @@ impl StreamView {
         }
         self.text.push(self.grammars.tokenizer().token_bytes(token));
         let text = &self.text.text;
+        if self.route {
+            let end = text.find('\n').map(|end| end + 1);
+            let Some(start) = text.strip_prefix(ROUTE_ANSWER).map(|rest| text.len() - rest.trim_start().len()).or(end) else { return };
+            self.emitted = self.emitted.max(start);
+        }
         let stands = match self.scanner.as_mut().map(|s| s.scan(text)) {
             None | Some(Scan::Clear) => text.len(),
             Some(Scan::Pending { start }) => start,
@@ -566,6 +661,10 @@ impl StreamView {
     /// The output has ended: gives out what was held back, and reads the whole.
     pub fn finish(mut self, mut sink: impl FnMut(Delta)) -> (Vec<u32>, Parsed) {
         let mut parsed = parse(&self.grammars, &self.ids);
+        if self.route {
+            let text = parsed.text.strip_prefix(ROUTE_ANSWER).map(str::trim_start);
+            parsed.text = text.or(parsed.text.split_once('\n').map(|(_, text)| text)).unwrap_or_default().to_owned();
+        }
         for (call, rescued) in parsed.calls.iter_mut().zip(&self.rescued) {
             call.rescued = *rescued;
         }

@@ -15,6 +15,8 @@ pub mod scripted;
 pub mod template;
 pub mod tokenizer;
 
+pub use mask::{ROUTE_ANSWER, ROUTE_TOOL};
+
 use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 
@@ -55,9 +57,16 @@ pub struct CompletionRequest {
     pub messages: Vec<Message>,
     pub tools: Vec<ToolSpec>,
     pub tool_choice: ToolChoice,
+    /// Tools that stand in the prompt and may not be called this time.
+    pub withheld: Vec<String>,
     /// The reply begins with a word and not with a bracket, a tag or a fence: for a model that has been asked to answer
     /// and would rather write its call again.
     pub prose: bool,
+    /// The reply begins with a line that says whether a call follows, and of which tool. It is decided before anything else is
+    /// written, among the names that are offered, and is no part of the text.
+    pub routing: bool,
+    /// Where a call could end, another (optional) argument must be likelier by this much, in nats.
+    pub optional_margin: f32,
     pub sampling: Sampling,
     /// Reserved in the context before any work.
     pub max_output_tokens: usize,

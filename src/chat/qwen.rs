@@ -130,7 +130,10 @@ impl LanguageModel for Qwen {
         let prompt = prompt.map_err(|e| ModelError::Failed(e.to_string()))?;
         let mask = CallMask::new(self.format.grammars.clone(), grammar, request.tool_choice, request.rescue)
             .map_err(ModelError::Refused)?
-            .prose(request.prose);
+            .withhold(&request.withheld)
+            .prose(request.prose)
+            .routing(request.routing)
+            .optional_margin(request.optional_margin);
         let mut view = mask.view();
         // Dropping this future ends the work in the engine too.
         let cancel = request.cancel.child_token();

@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use crate::agent::ReminderAt;
-use crate::message::ToolChoice;
+use crate::message::{ReminderAt, ToolChoice};
 use crate::permission::Mode;
 
 /// Which model, and how it is loaded.
@@ -53,13 +52,16 @@ pub enum KvType {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingOptions {
-    /// 0 is greedy [default: 0]
+    /// Of the text; 0 is greedy [default: 0]
     #[arg(long, value_name = "T", value_parser = temperature)]
     pub temperature: Option<f64>,
-    /// Draw only from the K likeliest tokens; 0 is off [default: 0]
+    /// Inside a tool call [default: 0]
+    #[arg(long, value_name = "T", value_parser = temperature)]
+    pub call_temperature: Option<f64>,
+    /// Draw only from the K likeliest tokens; 0 is off [default: 20]
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
-    /// Draw only from the likeliest tokens that together have this probability; 1 is off [default: 1]
+    /// Draw only from the likeliest tokens that together have this probability; 1 is off [default: 0.8]
     #[arg(long, value_name = "P", value_parser = probability)]
     pub top_p: Option<f64>,
     /// Draw only tokens that have this share of the likeliest one's probability; 0 is off [default: 0]
@@ -121,6 +123,13 @@ pub struct AgentOptions {
     /// When the model is reminded to answer: when it repeats a call, or after every result [default: what suits the model]
     #[arg(long, value_name = "WHEN")]
     pub reminder: Option<ReminderAt>,
+    /// Whether a reply begins with a line that names the tool it calls, or says that it answers [default: what suits the model]
+    #[arg(long, value_name = "BOOL")]
+    pub routing: Option<bool>,
+    /// How much likelier than the end of a call an optional argument must be to be written, in nats [default: what suits the
+    /// model]
+    #[arg(long, value_name = "NATS", value_parser = nats)]
+    pub optional_margin: Option<f32>,
     /// Let the model repeat a call that was already answered
     #[arg(long)]
     pub no_guard: bool,
@@ -152,6 +161,11 @@ fn seconds(text: &str) -> Result<Duration, String> {
 fn temperature(text: &str) -> Result<f64, String> {
     let number: Option<f64> = text.parse().ok();
     number.filter(|t| (0.0..=100.0).contains(t)).ok_or_else(|| "a number from 0 to 100 is needed".into())
+}
+
+fn nats(text: &str) -> Result<f32, String> {
+    let number: Option<f32> = text.parse().ok();
+    number.filter(|n| (0.0..=100.0).contains(n)).ok_or_else(|| "a number from 0 to 100 is needed".into())
 }
 
 fn probability(text: &str) -> Result<f64, String> {

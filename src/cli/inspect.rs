@@ -11,7 +11,7 @@ use super::args::ModelOptions;
 use super::setup::{self, Fault};
 use super::{pretty, show, tool_file};
 use crate::agent::Stop;
-use crate::chat::template::{Prompt, Template};
+use crate::chat::template::Prompt;
 use crate::context;
 use crate::hub::Folders;
 use crate::message::{Message, ToolSpec};
@@ -85,7 +85,7 @@ fn count_tools(args: &ToolsArgs) -> Result<String, Fault> {
         Some(file) => tool_file::read(file).map_err(Fault::usage)?,
         None => Tools::builtin(None).map_err(Fault::usage)?.specs(),
     };
-    let template = setup::load_template(&args.model, &Stop::new())?;
+    let (template, _) = setup::load_template(&args.model, &Stop::new())?;
     let fault = |error: crate::chat::template::TemplateError| Fault::failed(error.to_string());
     let header = if specs.is_empty() { 0 } else { template.header_tokens().map_err(fault)? };
     let costs: Vec<usize> =
@@ -127,12 +127,12 @@ fn rendered(args: &RenderArgs) -> Result<String, Fault> {
         Some(tools) if args.tools.is_none() && args.tool_file.is_none() => tools,
         _ => offered(args)?,
     };
+    let (template, habits) = setup::load_template(&args.model, &Stop::new())?;
     if !messages.iter().any(|message| matches!(message, Message::System { .. }))
-        && let Some(text) = setup::default_system(&tools)
+        && let Some(text) = setup::default_system(&tools, habits)
     {
         messages.insert(0, Message::System { text });
     }
-    let template: Template = setup::load_template(&args.model, &Stop::new())?;
     let prompt = template.render(&messages, &tools, true).map_err(|error| Fault::failed(error.to_string()))?;
     Ok(if args.json {
         let segments = prompt
@@ -175,7 +175,7 @@ fn offered(args: &RenderArgs) -> Result<Vec<ToolSpec>, Fault> {
 
 fn tokens(args: &TokenizeArgs) -> Result<String, Fault> {
     let text = given(args.text.as_deref().unwrap_or("-"))?;
-    let template = setup::load_template(&args.model, &Stop::new())?;
+    let (template, _) = setup::load_template(&args.model, &Stop::new())?;
     let tokenizer = template.tokenizer();
     let ids = tokenizer.encode_text(&text);
     Ok(if args.json {

@@ -11,13 +11,13 @@ use super::args::Device;
 use super::args::{AgentOptions, ModelOptions, SamplingOptions};
 use super::progress::Progress;
 use super::{model as model_command, scripted, tool_file};
-use crate::agent::{Agent, ReminderAt, Settings, Stop, Toolbox};
+use crate::agent::{Agent, Settings, Stop, Toolbox, shows_routing, system_prompt};
 use crate::chat::LanguageModel;
 use crate::chat::qwen::{self, ChatFormat, Qwen};
 use crate::chat::template::Template;
 use crate::config::Config;
-use crate::hub::{self, AgentNotes, Folders, Hub, HubError, HubSettings, NeedsPull, Resolved};
-use crate::message::{Sampling, StopReason, ToolChoice, ToolSpec};
+use crate::hub::{self, Folders, Hub, HubError, HubSettings, NeedsPull, Resolved};
+use crate::message::{Habits, Sampling, StopReason, ToolChoice, ToolSpec};
 use crate::model::kv::BLOCK;
 use crate::model::{self, Backend, Source};
 use crate::permission::{Approver, Permissions, Rules};
@@ -122,11 +122,12 @@ pub fn prepare(
     let rules = rules(flags, &cwd)?;
     let sampling = sampling(options.sampling, before.map(|run| run.sampling));
     let system = flags.system.clone().or_else(|| before.and_then(|run| run.system.clone()));
-    let system = system.or_else(|| default_system(toolbox.specs()));
 
     let loaded = load_model(options.model, options.quiet, runtime, stop)?;
     said.extend(loaded.said);
-    let settings = settings(flags, sampling, &loaded.notes);
+    let mut settings = settings(flags, sampling, loaded.habits);
+    let system = system.or_else(|| default_system(toolbox.specs(), settings.habits));
+    settings.habits.routing &= system.as_deref().is_some_and(shows_routing);
     let run = RunInfo {
         cob_version: env!("CARGO_PKG_VERSION").into(),
         model: loaded.model.info(),
@@ -166,8 +167,8 @@ fn workspace(flag: Option<&Path>, session: Option<&Path>) -> Result<PathBuf, Fau
 }
 
 /// The system prompt when nobody gives one. Without tools it is the model's own.
-pub fn default_system(tools: &[ToolSpec]) -> Option<String> {
-    (!tools.is_empty()).then(|| crate::agent::SYSTEM.to_owned())
+pub fn default_system(tools: &[ToolSpec], habits: Habits) -> Option<String> {
+    (!tools.is_empty()).then(|| system_prompt(tools, habits.routing))
 }
 
 /// The built-in tools that are asked for, then those of the tool file.
@@ -219,21 +220,22 @@ fn rules(flags: &AgentOptions, cwd: &Path) -> Result<Rules, Fault> {
     Ok(rules)
 }
 
-/// The flags, else what the session had, else greedy. A seed that nobody gave is drawn; it has 53 bits, so that every
+/// The flags, else what the session had, else Qwen2.5's own. A seed that nobody gave is drawn; it has 53 bits, so that every
 /// reader of JSON keeps it.
 pub fn sampling(flags: &SamplingOptions, before: Option<Sampling>) -> Sampling {
-    let base = before.unwrap_or_else(|| Sampling { seed: session::random_u64() >> 11, ..Sampling::default() });
+    let base = before.unwrap_or_else(|| Sampling { seed: session::random_u64() >> 11, ..Sampling::qwen() });
     Sampling {
         temperature: flags.temperature.unwrap_or(base.temperature),
         top_k: flags.top_k.unwrap_or(base.top_k),
         top_p: flags.top_p.unwrap_or(base.top_p),
         min_p: flags.min_p.unwrap_or(base.min_p),
         repetition_penalty: base.repetition_penalty,
+        call_temperature: flags.call_temperature.or(base.call_temperature),
         seed: flags.seed.unwrap_or(base.seed),
     }
 }
 
-fn settings(flags: &AgentOptions, sampling: Sampling, notes: &AgentNotes) -> Settings {
+fn settings(flags: &AgentOptions, sampling: Sampling, model: Habits) -> Settings {
     Settings {
         sampling,
         tool_choice: flags.tool_choice.clone(),
@@ -243,10 +245,11 @@ fn settings(flags: &AgentOptions, sampling: Sampling, notes: &AgentNotes) -> Set
         tool_timeout: flags.tool_timeout,
         max_repeats: flags.max_repeats,
         guard: !flags.no_guard,
-        reminder: flags.reminder.unwrap_or(match notes.reminder {
-            hub::Reminder::AfterResult => ReminderAt::AfterResult,
-            hub::Reminder::OnRepeat => ReminderAt::OnRepeat,
-        }),
+        habits: Habits {
+            reminder: flags.reminder.unwrap_or(model.reminder),
+            routing: flags.routing.unwrap_or(model.routing),
+            optional_margin: flags.optional_margin.unwrap_or(model.optional_margin),
+        },
         rescue: !flags.no_rescue,
         ..Settings::default()
     }
@@ -255,7 +258,7 @@ fn settings(flags: &AgentOptions, sampling: Sampling, notes: &AgentNotes) -> Set
 /// A model that can be talked to, and how the loop treats it.
 pub struct Loaded {
     pub model: Arc<dyn LanguageModel>,
-    pub notes: AgentNotes,
+    pub habits: Habits,
     /// What the user must be told.
     pub said: Vec<String>,
 }
@@ -264,10 +267,10 @@ pub struct Loaded {
 pub fn load_model(options: &ModelOptions, quiet: bool, runtime: &Runtime, stop: &Stop) -> Result<Loaded, Fault> {
     if let Some(script) = named(options).and_then(|name| name.strip_prefix("scripted:").map(PathBuf::from)) {
         let model = scripted::load(&script).map_err(Fault::usage)?;
-        return Ok(Loaded { model, notes: AgentNotes::default(), said: Vec::new() });
+        return Ok(Loaded { model, habits: Habits::default(), said: Vec::new() });
     }
     let found = find_model(options, quiet, stop)?;
-    let notes = found.manifest.as_ref().map(|manifest| manifest.agent).unwrap_or_default();
+    let habits = habits(&found);
     let options = options.clone();
     let loading = runtime.spawn_blocking(move || load_qwen(&found, &options));
     let (model, said) = runtime.block_on(async {
@@ -276,7 +279,11 @@ pub fn load_model(options: &ModelOptions, quiet: bool, runtime: &Runtime, stop: 
             reason = stop.requested(Duration::ZERO) => Err(Fault::stopped(reason)),
         }
     })?;
-    Ok(Loaded { model, notes, said })
+    Ok(Loaded { model, habits, said })
+}
+
+fn habits(found: &hub::Model) -> Habits {
+    found.manifest.as_ref().map(|manifest| manifest.agent).unwrap_or_default()
 }
 
 /// What the flag or the environment names.
@@ -409,8 +416,9 @@ fn backend(options: &ModelOptions) -> Result<Backend, Fault> {
     }
 }
 
-/// The template and the tokenizer of a model, without its weights.
-pub fn load_template(options: &ModelOptions, stop: &Stop) -> Result<Template, Fault> {
+/// The template and the tokenizer of a model, without its weights, and how the loop treats it.
+pub fn load_template(options: &ModelOptions, stop: &Stop) -> Result<(Template, Habits), Fault> {
     let found = find_model(options, false, stop)?;
-    Ok(ChatFormat::open(&found.path, None).map_err(Fault::refused)?.template)
+    let format = ChatFormat::open(&found.path, None).map_err(Fault::refused)?;
+    Ok((format.template, habits(&found)))
 }

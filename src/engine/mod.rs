@@ -39,7 +39,7 @@ pub trait Mask: Send {
     fn allow(&mut self, logits: &mut [f32]) -> Result<(), String>;
     /// Takes note of one token that was sampled or forced (stop ids are not passed on).
     fn accept(&mut self, token: u32) -> Result<Verdict, String>;
-    /// Whether the next token is inside a structure (a call), where no repetition penalty applies.
+    /// Whether the next token is inside a structure (a call), which has a temperature of its own and no repetition penalty.
     fn structured(&self) -> bool {
         false
     }
@@ -336,8 +336,8 @@ impl Run<'_> {
                 return Ok(FinishReason::Cancelled);
             }
             self.request.mask.allow(&mut self.logits)?;
-            let penalty = !self.request.mask.structured();
-            let id = self.sampler.sample(&mut self.logits, penalty).ok_or("no token is allowed here")?;
+            let structured = self.request.mask.structured();
+            let id = self.sampler.sample(&mut self.logits, structured).ok_or("no token is allowed here")?;
             if self.request.stop_ids.contains(&id) {
                 return Ok(FinishReason::Stop);
             }

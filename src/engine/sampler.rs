@@ -35,11 +35,11 @@ impl Sampler {
         ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// `logits`: [vocab]; those of forbidden tokens are −∞. `penalty`: whether the repetition penalty applies here.
-    /// `None` if nothing is allowed.
-    pub fn sample(&mut self, logits: &mut [f32], penalty: bool) -> Option<u32> {
-        let Sampling { temperature, top_k, top_p, min_p, repetition_penalty, .. } = self.sampling;
-        if penalty && repetition_penalty != 1.0 {
+    /// `logits`: [vocab]; those of forbidden tokens are −∞. `structured`: inside a call. `None` if nothing is allowed.
+    pub fn sample(&mut self, logits: &mut [f32], structured: bool) -> Option<u32> {
+        let Sampling { temperature, call_temperature, top_k, top_p, min_p, repetition_penalty, .. } = self.sampling;
+        let temperature = call_temperature.filter(|_| structured).unwrap_or(temperature);
+        if !structured && repetition_penalty != 1.0 {
             for &id in &self.seen {
                 if let Some(x) = logits.get_mut(id as usize) {
                     *x = if *x > 0.0 { *x / repetition_penalty } else { *x * repetition_penalty };
@@ -110,7 +110,7 @@ mod tests {
         let mut sampler = Sampler::new(sampling, &[]);
         let mut counts = vec![0; logits.len()];
         for _ in 0..n {
-            counts[sampler.sample(&mut logits.to_vec(), true).unwrap() as usize] += 1;
+            counts[sampler.sample(&mut logits.to_vec(), false).unwrap() as usize] += 1;
         }
         counts
     }
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn greedy_takes_the_first_of_the_best() {
         assert_eq!(draw(Sampling::default(), &[1.0, 3.0, 3.0, INF], 5), [0, 5, 0, 0]);
-        assert_eq!(Sampler::new(Sampling::default(), &[]).sample(&mut [INF, INF], true), None);
+        assert_eq!(Sampler::new(Sampling::default(), &[]).sample(&mut [INF, INF], false), None);
     }
 
     #[test]
@@ -145,14 +145,25 @@ mod tests {
         let sampling = Sampling { temperature: 1.0, seed: 3, ..Sampling::default() };
         let run = |s: Sampling| {
             let mut sampler = Sampler::new(s, &[]);
-            (0..50).map(|_| sampler.sample(&mut vec![0.0; 100], true).unwrap()).collect::<Vec<_>>()
+            (0..50).map(|_| sampler.sample(&mut vec![0.0; 100], false).unwrap()).collect::<Vec<_>>()
         };
         assert_eq!(run(sampling), run(sampling));
         assert_ne!(run(sampling), run(Sampling { seed: 4, ..sampling }));
         // These five are the generator's: a change here breaks every recorded session.
         assert_eq!(run(sampling)[..5], [11, 70, 61, 7, 21]);
         let mut sampler = Sampler::new(Sampling { repetition_penalty: 2.0, ..Sampling::default() }, &[0]);
-        assert_eq!(sampler.sample(&mut [2.0, 1.5], true), Some(1));
-        assert_eq!(sampler.sample(&mut [2.0, 1.5], false), Some(0));
+        assert_eq!(sampler.sample(&mut [2.0, 1.5], false), Some(1));
+        assert_eq!(sampler.sample(&mut [2.0, 1.5], true), Some(0));
+    }
+
+    #[test]
+    fn a_call_has_a_temperature_of_its_own() {
+        let sampling = Sampling { temperature: 2.0, call_temperature: Some(0.0), seed: 5, ..Sampling::default() };
+        let mut sampler = Sampler::new(sampling, &[]);
+        let mut drawn = |structured| {
+            (0..200).filter(|_| sampler.sample(&mut [1.0, 1.1], structured) == Some(1)).count()
+        };
+        assert_eq!(drawn(true), 200);
+        assert!((50..150).contains(&drawn(false)));
     }
 }

@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::message::Habits;
+
 /// The id that is used when nobody names one.
 pub const DEFAULT_MODEL: &str = "qwen2.5-coder-1.5b-instruct-q4_k_m";
 
@@ -31,7 +33,7 @@ pub struct Manifest {
     #[serde(default)]
     pub pip: Option<Pip>,
     #[serde(default)]
-    pub agent: AgentNotes,
+    pub agent: Habits,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -71,23 +73,6 @@ pub struct Pip {
     pub package: String,
     pub version: String,
     pub parts: usize,
-}
-
-/// How the agent loop treats this model; measured, per model.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct AgentNotes {
-    pub reminder: Reminder,
-}
-
-/// When the reminder "answer the question now" is put after a tool's result.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Reminder {
-    AfterResult,
-    /// Only when the model repeats a call that was already answered.
-    #[default]
-    OnRepeat,
 }
 
 impl Manifest {
@@ -262,9 +247,9 @@ mod tests {
         check("sources=['hf']\nfiles=[{name='a.gguf'}]\ncolour='red'", Err("colour"));
         let m = Manifest::parse(
             "m",
-            &format!("{base}sources=['hf']\nfiles=[{{name='a'}}]\n[agent]\nreminder='after-result'"),
+            &format!("{base}sources=['hf']\nfiles=[{{name='a'}}]\n[agent]\nreminder='after-result'\nrouting=true"),
         );
-        assert_eq!(m.unwrap().agent, AgentNotes { reminder: Reminder::AfterResult });
+        assert_eq!(m.unwrap().agent, Habits { reminder: ReminderAt::AfterResult, routing: true, optional_margin: 0.0 });
     }
 
     #[test]

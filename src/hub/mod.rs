@@ -19,7 +19,7 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 pub use folders::Folders;
-pub use manifest::{AgentNotes, DEFAULT_MODEL, Manifest, ManifestFile, Pip, Reminder, Source, embedded};
+pub use manifest::{DEFAULT_MODEL, Manifest, ManifestFile, Pip, Source, embedded};
 pub use memory::{available_bytes, memory_check};
 pub use pull::Pulled;
 pub use record::{Checked, FileRecord, Record, Stamp};

@@ -51,7 +51,7 @@ fn started(id: &str) -> Event {
 
 fn result(id: &str, text: &str) -> Event {
     let result =
-        ToolResult { call_id: id.into(), name: "Read".into(), text: text.into(), is_error: false, reminder: None };
+        ToolResult { call_id: id.into(), name: "Read".into(), text: text.into(), is_error: false, found_nothing: false, reminder: None };
     Event::ToolResult { result, duration_ms: 3 }
 }
 

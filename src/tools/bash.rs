@@ -65,7 +65,7 @@ impl Tool for Bash {
 
     async fn run(&self, arguments: Value, context: &ToolContext) -> ToolOutput {
         let result = bash(arguments, context).await;
-        result.unwrap_or_else(|text| ToolOutput::from_result(Err(text), context.output_bytes_max))
+        result.unwrap_or_else(|why| ToolOutput::error(super::text::bounded(why, context.output_bytes_max)))
     }
 }
 
@@ -115,5 +115,5 @@ async fn bash(arguments: Value, context: &ToolContext) -> Result<ToolOutput, Str
         text.push_str(&format!("[{note}]\n"));
     }
     let bounded = super::text::bounded(text, context.output_bytes_max);
-    Ok(ToolOutput { text: bounded, is_error })
+    Ok(ToolOutput { text: bounded, is_error, found_nothing: false })
 }

@@ -12,9 +12,9 @@ use crate::permission::{self, Access};
 
 #[derive(Deserialize, JsonSchema)]
 struct Arguments {
-    /// For example *.py or src/**/*.rs
+    /// Names with wildcards, for example *.py
     pattern: String,
-    /// Folder to look in; the workspace if omitted.
+    /// Folder to look in. Omit it to look everywhere.
     path: Option<String>,
 }
 
@@ -56,7 +56,7 @@ impl Tool for Glob {
     }
 }
 
-fn find(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<String, String> {
+fn find(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<ToolOutput, String> {
     let mut pattern = arguments.pattern(context)?;
     pattern.base =
         permission::resolve(&pattern.base).map_err(|error| files::could_not("look at", &pattern.base, error))?;
@@ -88,7 +88,7 @@ fn find(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Stri
             count => format!(" {} that ignore files such as .gitignore exclude.", text::counted(count, "match")),
         };
         let place = files::shown(context, &pattern.base);
-        return Ok(format!("No file in {place} matches {}.{ignored}\n{notes}", arguments.pattern));
+        return Ok(ToolOutput::nothing(format!("No file in {place} matches {}.{ignored}\n{notes}", arguments.pattern)));
     }
     let header = format!("{}:\n", text::counted(found.len(), "file"));
     let room = context.output_bytes_max.saturating_sub(header.len() + notes.len() + 100);
@@ -96,7 +96,7 @@ fn find(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Stri
     if left_out > 0 {
         notes.push_str(&format!("[... {left_out} more not shown; give a narrower pattern or a path]\n"));
     }
-    Ok(format!("{header}{listed}{notes}"))
+    Ok(ToolOutput::ok(format!("{header}{listed}{notes}")))
 }
 
 /// How many files would match were it not for ignore files, so that "none" does not mislead.

@@ -1,7 +1,7 @@
 //! `Grep`: content by regular expression, with ripgrep's engine.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
 use grep_matcher::{LineTerminator, Matcher};
@@ -14,15 +14,15 @@ use serde_json::Value;
 use super::walk::{self, Pattern};
 use super::{Stop, Tool, ToolContext, ToolOutput, blocking, files, schema, text};
 use crate::message::ToolSpec;
-use crate::permission::Access;
+use crate::permission::{self, Access};
 
 #[derive(Deserialize, JsonSchema)]
 struct Arguments {
     /// Regular expression.
     pattern: String,
-    /// File or folder to search; the workspace if omitted.
+    /// File or folder to search. Omit it to search everywhere.
     path: Option<String>,
-    /// Only files whose names match, for example *.rs
+    /// Only files whose names match these wildcards. Omit it to search all.
     glob: Option<String>,
     /// What to show; content (the lines) if omitted.
     output_mode: Option<OutputMode>,
@@ -66,7 +66,7 @@ impl Tool for Grep {
 
     fn access(&self, arguments: &Value, context: &ToolContext) -> Result<Vec<Access>, String> {
         let arguments: Arguments = schema::arguments(arguments.clone())?;
-        Ok(vec![Access::Read(files::absolute(context, arguments.path())?)])
+        Ok(vec![Access::Read(Place::new(&arguments, context)?.base)])
     }
 
     fn read_only(&self) -> bool {
@@ -78,17 +78,47 @@ impl Tool for Grep {
     }
 }
 
+/// Where to search: `path` and `glob`, or a path with wildcards (`src/**/*.rs`), which is both.
+struct Place {
+    /// Absolute.
+    base: PathBuf,
+    glob: Option<String>,
+    /// The path that was given, where there is none and the whole workspace is searched in its place.
+    missing: Option<String>,
+}
+
+impl Place {
+    fn new(arguments: &Arguments, context: &ToolContext) -> Result<Place, String> {
+        let given = arguments.path();
+        let base = files::absolute(context, given)?;
+        let glob = arguments.glob.clone().filter(|glob| !glob.is_empty());
+        let exists = base.symlink_metadata().is_ok();
+        let wild = given.find(['*', '?', '[', '{']).filter(|_| !exists);
+        let (Some(wild), None) = (wild, &glob) else {
+            // Small models make up folders; what they look for is somewhere all the same.
+            let missing = (!exists && base.starts_with(&context.cwd)).then(|| given.to_owned());
+            let base = if missing.is_some() { context.cwd.clone() } else { base };
+            return Ok(Place { base, glob, missing });
+        };
+        let (folder, glob) = match given[..wild].rfind('/') {
+            Some(slash) => (&given[..=slash], &given[slash + 1..]),
+            None => (".", given),
+        };
+        Ok(Place { base: files::absolute(context, folder)?, glob: Some(glob.to_owned()), missing: None })
+    }
+}
+
 /// A file with a longer line counts as unreadable: the engine holds whole lines.
 const LINE_BYTES_MAX: usize = 64 << 20;
 /// Of one line.
 const SHOWN_BYTES_MAX: usize = 300;
 
-fn search(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<String, String> {
+fn search(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<ToolOutput, String> {
     let matcher = matcher(&arguments)?;
-    let base = files::resolved(context, arguments.path())?;
+    let place = Place::new(&arguments, context)?;
+    let base = permission::resolve(&place.base).map_err(|error| files::could_not("look at", &place.base, error))?;
     let metadata = files::found(context, &base)?;
-    let only = arguments.glob.as_deref().filter(|glob| !glob.is_empty());
-    let only = only.map(|glob| Pattern::new(context, &base, glob)).transpose()?;
+    let only = place.glob.as_deref().map(|glob| Pattern::new(context, &base, glob)).transpose()?;
     if let Some(only) = &only
         && only.base != base
     {
@@ -136,7 +166,14 @@ fn search(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<St
         file(&base, &mut tally);
     }
     stop.check()?;
-    Ok(tally.report(mode, &arguments, &files::shown(context, &base)))
+    let mut output = tally.report(mode, &arguments, place.glob.as_deref(), &files::shown(context, &base));
+    if output.found_nothing && files::absolute(context, &arguments.pattern).is_ok_and(|path| path.is_file()) {
+        output.text.push_str(&format!("{} is the name of a file; to see what is in it, use Read.\n", arguments.pattern));
+    }
+    if let Some(missing) = &place.missing {
+        output.text.insert_str(0, &format!("{} does not exist; searched everywhere.\n", text::shortened(missing, 200)));
+    }
+    Ok(output)
 }
 
 fn matcher(arguments: &Arguments) -> Result<RegexMatcher, String> {
@@ -269,7 +306,7 @@ impl Tally {
         };
     }
 
-    fn report(&self, mode: OutputMode, arguments: &Arguments, place: &str) -> String {
+    fn report(&self, mode: OutputMode, arguments: &Arguments, glob: Option<&str>, place: &str) -> ToolOutput {
         let mut skipped = Vec::new();
         if self.binary > 0 {
             skipped.push(format!("{} binary", self.binary));
@@ -285,13 +322,17 @@ impl Tally {
             false => format!("[files skipped: {}]\n", skipped.join(", ")),
         };
         if self.count == 0 {
-            let only = arguments.glob.as_deref().map(|glob| format!(" in files {glob}")).unwrap_or_default();
+            let only = glob.map(|glob| format!(" in files {glob}")).unwrap_or_default();
             let case = match arguments.ignore_case.unwrap_or(false) {
                 true => "",
                 false => " Case was respected.",
             };
             let pattern = text::shortened(&arguments.pattern, 200);
-            return format!("No match for {pattern} in {place}{only}.{case}\n{skipped}");
+            let hint = match (place, only.as_str()) {
+                (".", "") => String::new(),
+                _ => " Without path and glob, all files are searched.".to_owned(),
+            };
+            return ToolOutput::nothing(format!("No match for {pattern} in {place}{only}.{case}{hint}\n{skipped}"));
         }
         let files = text::counted(self.files, "file");
         let header = match mode {
@@ -304,6 +345,6 @@ impl Tally {
             0 => String::new(),
             count => format!("[... {count} more not shown; narrow the pattern, or give a path or glob]\n"),
         };
-        format!("{header}:\n{}{cut}{skipped}", self.shown)
+        ToolOutput::ok(format!("{header}:\n{}{cut}{skipped}", self.shown))
     }
 }

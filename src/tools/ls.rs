@@ -13,7 +13,7 @@ use crate::permission::Access;
 
 #[derive(Deserialize, JsonSchema)]
 struct Arguments {
-    /// Path of the folder; the workspace if omitted.
+    /// Path of the folder. Omit it for the current one.
     path: Option<String>,
 }
 
@@ -93,14 +93,17 @@ fn list(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Stri
     }
     entries.sort();
     let lines: Vec<String> = entries.into_iter().map(|(_, line)| line).collect();
-    let header = match lines.len() {
-        0 => return Ok(format!("{name}: the folder is empty")),
-        _ => format!("{name}: {}, {}\n", text::counted(folders, "folder"), text::counted(others, "file")),
-    };
-    let (listed, left_out) = text::joined(&lines, context.output_bytes_max.saturating_sub(header.len() + 100));
+    if lines.is_empty() {
+        return Ok(format!("{name}: the folder is empty"));
+    }
+    // The names come first and the counts last: small models repeat the first line as their answer.
+    let counts = [(folders, "folder"), (others, "file")];
+    let counts = counts.iter().filter(|(count, _)| *count > 0).map(|(count, what)| text::counted(*count, what));
+    let footer = format!("[{name}: {}]\n", counts.collect::<Vec<_>>().join(", "));
+    let (listed, left_out) = text::joined(&lines, context.output_bytes_max.saturating_sub(footer.len() + 100));
     let note = match left_out {
         0 => String::new(),
         count => format!("[... {count} more not shown; use Glob with a pattern for a part of them]\n"),
     };
-    Ok(format!("{header}{listed}{note}"))
+    Ok(format!("{listed}{note}{footer}"))
 }

@@ -63,22 +63,27 @@ pub struct ToolContext {
 pub struct ToolOutput {
     pub text: String,
     pub is_error: bool,
+    /// A search that worked and found nothing: the loop would rather see another call than an answer.
+    pub found_nothing: bool,
 }
 
 impl ToolOutput {
     pub fn ok(text: impl Into<String>) -> Self {
-        ToolOutput { text: text.into(), is_error: false }
-    }
-    pub fn error(text: impl Into<String>) -> Self {
-        ToolOutput { text: text.into(), is_error: true }
+        ToolOutput { text: text.into(), is_error: false, found_nothing: false }
     }
 
-    /// `Err` is the text of an error result.
-    fn from_result(result: Result<String, String>, bytes_max: usize) -> Self {
-        match result {
-            Ok(text) => ToolOutput::ok(text::bounded(text, bytes_max)),
-            Err(text) => ToolOutput::error(text::bounded(text, bytes_max)),
-        }
+    pub fn error(text: impl Into<String>) -> Self {
+        ToolOutput { text: text.into(), is_error: true, found_nothing: false }
+    }
+
+    pub fn nothing(text: impl Into<String>) -> Self {
+        ToolOutput { text: text.into(), is_error: false, found_nothing: true }
+    }
+}
+
+impl From<String> for ToolOutput {
+    fn from(text: String) -> Self {
+        ToolOutput::ok(text)
     }
 }
 
@@ -159,9 +164,9 @@ impl Stop {
 }
 
 /// Runs file work on a thread where it may block.
-async fn blocking(
+async fn blocking<T: Into<ToolOutput> + Send + 'static>(
     context: &ToolContext,
-    work: impl FnOnce(&ToolContext, &Stop) -> Result<String, String> + Send + 'static,
+    work: impl FnOnce(&ToolContext, &Stop) -> Result<T, String> + Send + 'static,
 ) -> ToolOutput {
     let token = context.cancel.child_token();
     let _ends_with_the_future = token.clone().drop_guard();
@@ -169,7 +174,8 @@ async fn blocking(
     let bytes_max = context.output_bytes_max;
     let result = tokio::task::spawn_blocking(move || work(&context, &Stop(token))).await;
     let result = result.unwrap_or_else(|error| Err(format!("The tool itself failed: {error}.")));
-    ToolOutput::from_result(result, bytes_max)
+    let output = result.map_or_else(ToolOutput::error, Into::into);
+    ToolOutput { text: text::bounded(output.text, bytes_max), ..output }
 }
 
 #[cfg(test)]

@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use cob::agent::{Agent, AgentEvent, CallOutcome, Outcome, ReminderAt, Settings, Stop, Toolbox};
+use cob::agent::{Agent, AgentEvent, CallOutcome, Outcome, Settings, Stop, Toolbox};
 use cob::chat::scripted::{Reply, Scripted};
 use cob::chat::{CompletionRequest, LanguageModel};
 use cob::context;
-use cob::message::{Message, Sampling, StopReason, ToolCall, ToolChoice, ToolResult, ToolSpec};
+use cob::message::{Message, ReminderAt, Sampling, StopReason, ToolCall, ToolChoice, ToolResult, ToolSpec};
 use cob::permission::{Access, Headless, Mode, Permissions, Rules};
 use cob::session::{Event, RunInfo, Session};
 use cob::tools::{Tool, ToolContext, ToolOutput};
@@ -506,7 +506,7 @@ async fn a_model_that_calls_although_calls_are_masked_still_ends() {
 async fn a_reminder_after_every_step_when_the_model_is_set_so() {
     let both = calls(&[("Read", json!({"of": "a"})), ("Read", json!({"of": "b"}))]);
     let mut task = Task::new([both, Reply::text("ok")], [echo("Read", true)]);
-    task.agent.settings.reminder = ReminderAt::AfterResult;
+    task.agent.settings.habits.reminder = ReminderAt::AfterResult;
     task.run("Hỏi gì?").await;
     let reminders: Vec<Option<String>> = task.results().into_iter().map(|r| r.reminder).collect();
     assert_eq!(reminders, [None, Some("answer the question now: Hỏi gì?".into())]);

@@ -1,0 +1,132 @@
+//! What the model is told when nobody says otherwise: how to act, shown by examples. Small models follow an example where
+//! they overlook a rule; `docs/LOG.md` has the measurements.
+
+use std::fmt::Write;
+
+use crate::chat::{ROUTE_ANSWER, ROUTE_TOOL};
+use crate::message::ToolSpec;
+
+const ABOUT: &str = "You are cob, an agent with tools. When a task needs a tool, call it; when its result is there, answer in one \
+                     short sentence.";
+const ABOUT_FILES: &str = "You are cob, an agent that works in the user's folder with tools. A reply names a tool and calls it, or \
+                     answers. When a task is about a file, a folder or a command, call a tool first; when its result is \
+                     there, answer in one short sentence.";
+
+/// One task and what the model replies to it.
+struct Example {
+    task: &'static str,
+    /// A tool and its arguments.
+    call: Option<(&'static str, &'static str)>,
+    result: &'static str,
+    answer: &'static str,
+}
+
+const fn call(task: &'static str, tool: &'static str, arguments: &'static str) -> Example {
+    Example { task, call: Some((tool, arguments)), result: "", answer: "" }
+}
+
+const fn answer(task: &'static str, answer: &'static str) -> Example {
+    Example { task, call: None, result: "", answer }
+}
+
+/// Of each tool at least one. None of them names a thing that a task is likely to be about: the models copy.
+const EXAMPLES: &[Example] = &[
+    Example {
+        result: "data.csv has 3 lines",
+        answer: "data.csv has 3 lines.",
+        ..call("How many lines does data.csv have?", "Read", r#"{"file_path": "data.csv"}"#)
+    },
+    call("Read story.txt and summarise it.", "Read", r#"{"file_path": "story.txt"}"#),
+    Example {
+        result: "1\t{\"title\": \"Walden\"}",
+        answer: "The title is Walden.",
+        ..call("What is the title in book.json?", "Read", r#"{"file_path": "book.json"}"#)
+    },
+    Example {
+        result: "lib/user.js:7:function load_user() {",
+        answer: "It is in lib/user.js.",
+        ..call("Where is the function load_user?", "Grep", r#"{"pattern": "load_user"}"#)
+    },
+    call("Which file contains the word draft?", "Grep", r#"{"pattern": "draft"}"#),
+    call("What is in the folder images?", "LS", r#"{"path": "images"}"#),
+    call("How many .js files are there?", "Glob", r#"{"pattern": "**/*.js"}"#),
+    call("Run make test. Does it pass?", "Bash", r#"{"command": "make test"}"#),
+    call("Write the word ok into out.log.", "Write", r#"{"file_path": "out.log", "content": "ok\n"}"#),
+    call("Add the line pear to the end of list.txt.", "Bash", r#"{"command": "echo pear >> list.txt"}"#),
+    call(
+        "Rename total to sum in calc.js.",
+        "Edit",
+        r#"{"file_path": "calc.js", "old_string": "total", "new_string": "sum", "replace_all": true}"#,
+    ),
+    answer("Who wrote Hamlet?", "William Shakespeare wrote Hamlet."),
+    answer("What is 5 times 3?", "15"),
+    answer("Hi", "Hello! What can I do for you?"),
+];
+
+/// Shown where no tool is one of ours.
+const STRANGE: &[Example] = &[
+    call("What is the weather in Oslo?", "get_weather", r#"{"city": "Oslo"}"#),
+    call("Send Ann the message: lunch at 12", "send_message", r#"{"to": "Ann", "text": "lunch at 12"}"#),
+    call("Compute 15% of 80.", "percent_of", r#"{"percent": 15, "number": 80}"#),
+];
+
+/// The system prompt for these tools. With `routing`, and where a tool of the examples is offered, the examples begin with the
+/// routing line ([`crate::chat::CompletionRequest::routing`]).
+pub fn system_prompt(tools: &[ToolSpec], routing: bool) -> String {
+    let offered = |name: &str| tools.iter().any(|tool| tool.name == name);
+    let shown = |example: &&Example| example.call.is_none_or(|(tool, _)| offered(tool));
+    let known = EXAMPLES.iter().any(|example| example.call.is_some_and(|(tool, _)| offered(tool)));
+    let routing = routing && known;
+    let mut text = format!("{} Examples:\n", if known { ABOUT_FILES } else { ABOUT });
+    let strange = if known { &[] } else { STRANGE };
+    for Example { task, call, result, answer } in strange.iter().chain(EXAMPLES.iter().filter(shown)) {
+        let _ = write!(text, "\n{task}\n");
+        if let Some((tool, arguments)) = call {
+            if routing {
+                let _ = writeln!(text, "{ROUTE_TOOL}{tool}");
+            }
+            let _ = writeln!(text, r#"{{"name": "{tool}", "arguments": {arguments}}}"#);
+        }
+        for line in [result, answer].into_iter().filter(|line| !line.is_empty()) {
+            let route = if routing && line == answer { ROUTE_ANSWER } else { "" };
+            let _ = writeln!(text, "{route}{}{line}", if route.is_empty() { "" } else { " " });
+        }
+    }
+    text
+}
+
+/// Whether a system prompt shows the routing line. A model that was not shown it always says that it answers.
+pub fn shows_routing(system: &str) -> bool {
+    [ROUTE_TOOL, ROUTE_ANSWER].iter().all(|route| system.contains(&format!("\n{route}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tools::Tools;
+
+    #[test]
+    fn the_examples_obey_the_tools() {
+        let tools = Tools::builtin(None).unwrap();
+        for example in EXAMPLES {
+            let Some((name, arguments)) = example.call else { continue };
+            let tool = tools.get(name).unwrap_or_else(|| panic!("no tool {name}"));
+            let arguments = serde_json::from_str(arguments).unwrap();
+            let schema = jsonschema::validator_for(&tool.spec().parameters).unwrap();
+            assert!(schema.is_valid(&arguments), "{name} {arguments}");
+        }
+        for tool in tools.iter() {
+            let name = &tool.spec().name;
+            assert!(EXAMPLES.iter().any(|e| e.call.is_some_and(|(tool, _)| tool == name)), "no example of {name}");
+        }
+    }
+
+    #[test]
+    fn only_offered_tools_are_shown() {
+        let read = Tools::builtin(Some(&["Read".to_owned()])).unwrap();
+        let specs: Vec<ToolSpec> = read.iter().map(|tool| tool.spec().clone()).collect();
+        insta::assert_snapshot!(system_prompt(&specs, true));
+        let plain = system_prompt(&specs, false);
+        assert!(!plain.contains("Tool:") && !plain.contains("Answer:") && !plain.contains("Bash"), "{plain}");
+    }
+}
