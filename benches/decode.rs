@@ -57,8 +57,9 @@ fn constraints(criterion: &mut Criterion, path: &std::path::Path) {
                 run += 1;
                 let mut tools = common::tools(n);
                 tools[0].name = format!("fresh_{run}");
+                let names: Vec<String> = tools.iter().map(|tool| tool.name.clone()).collect();
                 let grammar = format.grammars.compile(&tools);
-                format.grammars.matcher(&grammar, None).expect("a matcher")
+                format.grammars.matcher(&grammar, &names).expect("a matcher")
             })
         });
     }

@@ -11,8 +11,8 @@ use clap::Parser;
 use cob::agent::{shows_routing, system_prompt};
 use cob::chat::qwen::{Options, Qwen};
 use cob::chat::{Completion, CompletionRequest, LanguageModel};
-use cob::message::{FinishReason, Habits, Message, Sampling, ToolCall, ToolChoice, ToolSpec};
 use cob::hub::{Hub, HubSettings};
+use cob::message::{FinishReason, Habits, Message, Sampling, ToolCall, ToolChoice, ToolSpec};
 use cob::model::{Backend, KvType};
 use serde_json::{Map, Value, json};
 
@@ -163,9 +163,10 @@ impl Rates {
         self.rescued += calls.iter().any(|c| c.rescued) as usize;
         for call in calls {
             self.emitted += 1;
-            let valid = tools.iter().find(|t| t.name == call.name).is_some_and(|t| {
-                jsonschema::validator_for(&t.parameters).is_ok_and(|v| v.is_valid(&call.arguments))
-            });
+            let valid = tools
+                .iter()
+                .find(|t| t.name == call.name)
+                .is_some_and(|t| jsonschema::validator_for(&t.parameters).is_ok_and(|v| v.is_valid(&call.arguments)));
             self.valid += valid as usize;
         }
         if let Some(truth) = truth {
@@ -299,7 +300,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         for (n, line) in text.lines().enumerate().take(a.limit.unwrap_or(usize::MAX)) {
             let case: Value = serde_json::from_str(line).map_err(|e| format!("{}:{}: {e}", path.display(), n + 1))?;
             let tools = tools(&case);
-            let messages = messages(&case, &tools, habits).ok_or_else(|| format!("{}:{}: no question", path.display(), n + 1))?;
+            let messages =
+                messages(&case, &tools, habits).ok_or_else(|| format!("{}:{}: no question", path.display(), n + 1))?;
             let truth = case["ground_truth"].as_array();
             graded &= truth.is_some();
             for (rates, &rescue) in rates.iter_mut().zip(variants) {

@@ -123,8 +123,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut session = Session::create(sessions.path(), run)?;
         let permissions = Permissions::new(rules, Arc::new(Headless));
         let agent = Agent { model: model.clone(), toolbox, permissions, cwd, files: Arc::default(), settings };
-        let outcome =
-            runtime.block_on(agent.run(&mut session, Some(&task.task), &Stop::new(), &mut |_| {}));
+        let outcome = runtime.block_on(agent.run(&mut session, Some(&task.task), &Stop::new(), &mut |_| {}));
         println!(
             "{}",
             json!({

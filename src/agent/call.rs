@@ -229,7 +229,14 @@ impl Run<'_, '_> {
         let ToolCall { id, name, arguments, rescued } = call.clone();
         let is_error = output.is_error;
         let found_nothing = output.found_nothing;
-        let result = ToolResult { call_id: id.clone(), name: name.clone(), text: text.clone(), is_error, found_nothing, reminder };
+        let result = ToolResult {
+            call_id: id.clone(),
+            name: name.clone(),
+            text: text.clone(),
+            is_error,
+            found_nothing,
+            reminder,
+        };
         self.log(Event::ToolResult { result, duration_ms })?;
         let report = CallReport { id, name, arguments, outcome, rescued };
         self.outcome.calls.push(report.clone());

@@ -130,7 +130,8 @@ mod tests {
                 events.push(Event::ToolStarted { call_id: id.clone() });
             }
             let is_error = letter.is_uppercase();
-            let result = ToolResult { call_id: id, name, text: String::new(), is_error, found_nothing: false, reminder: None };
+            let result =
+                ToolResult { call_id: id, name, text: String::new(), is_error, found_nothing: false, reminder: None };
             events.push(Event::ToolResult { result, duration_ms: 0 });
         }
         let answered = answered(&events, |name| name != "w");

@@ -29,8 +29,7 @@ pub struct Grammars {
     vocab: usize,
     pub(super) ids: ControlIds,
     factory: OnceLock<Result<ParserFactory, String>>,
-    /// Behind a value that is no string, and inside a string.
-    ends: OnceLock<[ArgumentEnds; 2]>,
+    ends: OnceLock<[ArgumentEnds; 6]>,
     cache: Mutex<HashMap<String, Arc<CallGrammar>>>,
 }
 
@@ -43,6 +42,11 @@ pub(super) struct ControlIds {
     pub end_tool_call: u32,
 }
 
+/// The brackets around an argument: those of the call and those of its arguments …
+const ARGUMENTS_DEPTH: usize = 2;
+/// … and around what is inside an array or object that is one.
+const INNER_DEPTH: usize = 3;
+
 /// Tokens that end a value: with a comma, or with the brace that ends the arguments.
 pub(super) struct ArgumentEnds {
     more: Vec<u32>,
@@ -50,22 +54,16 @@ pub(super) struct ArgumentEnds {
 }
 
 impl ArgumentEnds {
-    /// Where the arguments may end and a comma is likelier by less than `margin`, they end.
+    /// Where a comma is the likeliest of all, but likelier than the end by less than `margin`: only the end is left.
     pub fn prefer_end(&self, logits: &mut [f32], margin: f32) {
         let best = |ids: &[u32], logits: &[f32]| {
-            let at = |&id: &u32| logits.get(id as usize).copied().unwrap_or(f32::NEG_INFINITY);
-            ids.iter().copied().max_by(|a, b| at(a).total_cmp(&at(b))).map(|id| (id, at(&id)))
+            let logits = ids.iter().filter_map(|&id| logits.get(id as usize));
+            logits.fold(f32::NEG_INFINITY, |best, &logit| best.max(logit))
         };
-        let (Some((end, end_logit)), Some((_, more_logit))) = (best(&self.end, logits), best(&self.more, logits)) else {
-            return;
-        };
-        if end_logit.is_finite() && more_logit > end_logit && more_logit < end_logit + margin {
-            logits[end as usize] = more_logit;
-            for &id in &self.more {
-                if let Some(logit) = logits.get_mut(id as usize) {
-                    *logit = f32::NEG_INFINITY;
-                }
-            }
+        let (end, more) = (best(&self.end, logits), best(&self.more, logits));
+        let close = end > f32::NEG_INFINITY && end < more && more < end + margin;
+        if close && logits.iter().all(|&logit| logit <= more) {
+            super::mask::allow_only(logits, self.end.iter().copied());
         }
     }
 }
@@ -142,20 +140,26 @@ impl Grammars {
         std::iter::once(self.ids.im_end).chain(self.ids.end_of_text).collect()
     }
 
-    /// The tokens that decide whether another argument follows.
-    pub(super) fn argument_ends(&self, in_string: bool) -> &ArgumentEnds {
+    /// The tokens that decide whether another argument follows. `depth`: of the brackets around, 1 for the call itself.
+    pub(super) fn argument_ends(&self, depth: usize, in_string: bool) -> &[ArgumentEnds] {
         let ends = self.ends.get_or_init(|| {
-            let starting = |prefix: &[u8]| -> Vec<u32> {
-                (0..self.tokenizer.vocab_size() as u32)
-                    .filter(|&id| self.tokenizer.token_bytes(id).starts_with(prefix))
-                    .collect()
-            };
-            [
-                ArgumentEnds { more: starting(b","), end: starting(b"}") },
-                ArgumentEnds { more: starting(b"\","), end: starting(b"\"}") },
-            ]
+            // What a token may close before the comma or the last brace.
+            ["", "\"", "]", "}", "\"]", "\"}"].map(|closing| {
+                let starting = |with: char| -> Vec<u32> {
+                    let prefix = format!("{closing}{with}");
+                    let ids = 0..self.tokenizer.vocab_size() as u32;
+                    ids.filter(|&id| self.tokenizer.token_bytes(id).starts_with(prefix.as_bytes())).collect()
+                };
+                ArgumentEnds { more: starting(','), end: starting('}') }
+            })
         });
-        &ends[usize::from(in_string)]
+        match (depth, in_string) {
+            (ARGUMENTS_DEPTH, false) => &ends[..1],
+            (ARGUMENTS_DEPTH, true) => &ends[1..2],
+            (INNER_DEPTH, false) => &ends[2..4],
+            (INNER_DEPTH, true) => &ends[4..],
+            _ => &[],
+        }
     }
 
     /// Builds the token trie now, so that no call has to wait for it. Meant for a thread that runs beside the prefill.
@@ -208,10 +212,12 @@ impl Grammars {
         if let Some(fresh) = matchers.get(callable) {
             return Ok(fresh.deep_clone());
         }
-        let tools: Vec<&(String, Value)> =
-            grammar.tools.iter().filter(|(name, _)| callable.contains(name)).collect();
+        let tools: Vec<&(String, Value)> = grammar.tools.iter().filter(|(name, _)| callable.contains(name)).collect();
         if tools.is_empty() {
-            return Err(format!("none of the tools that may be called is offered; offered are: {}", grammar.names().join(", ")));
+            return Err(format!(
+                "none of the tools that may be called is offered; offered are: {}",
+                grammar.names().join(", ")
+            ));
         }
         let lark = lark(&tools, self.ids.end_tool_call);
         let parser = self.factory()?.create_parser(TopLevelGrammar::from_lark(lark));

@@ -63,14 +63,13 @@ impl Text {
 struct Digits {
     in_string: bool,
     escaped: bool,
-    /// Open braces and brackets; the arguments themselves stand at [`ARGUMENTS_DEPTH`].
+    /// Open braces and brackets.
     depth: usize,
     /// Digits in a row, up to here.
     run: usize,
 }
 
 const DIGIT_LIMIT: usize = 18;
-const ARGUMENTS_DEPTH: usize = 2;
 
 impl Digits {
     fn push(&mut self, bytes: &[u8]) {
@@ -237,6 +236,11 @@ impl CallMask {
         self
     }
 
+    /// Whether the output begins with a routing line: what [`parse`] asks for. Before the first token.
+    pub fn is_routed(&self) -> bool {
+        matches!(self.phase, Phase::Route(_))
+    }
+
     /// The routing lines, each with the name of its tool.
     fn routes(&self) -> Vec<(String, Option<String>)> {
         let names = if self.may_call { &self.callable[..] } else { &[] };
@@ -251,7 +255,7 @@ impl CallMask {
             scanner: self.scanner.clone(),
             ids: Vec::new(),
             text: Text::default(),
-            route: matches!(self.phase, Phase::Route(_)),
+            routed: self.is_routed(),
             emitted: 0,
             open: None,
             announced: false,
@@ -329,7 +333,7 @@ fn forbid(logits: &mut [f32], id: u32) {
 }
 
 /// Forbids everything but `ids`.
-fn allow_only(logits: &mut [f32], ids: impl IntoIterator<Item = u32>) {
+pub(super) fn allow_only(logits: &mut [f32], ids: impl IntoIterator<Item = u32>) {
     let kept: Vec<(usize, f32)> =
         ids.into_iter().filter_map(|id| logits.get(id as usize).map(|&logit| (id as usize, logit))).collect();
     logits.fill(f32::NEG_INFINITY);
@@ -419,8 +423,10 @@ impl Mask for CallMask {
                 }
                 let covered = (mask.as_slice().len() * 32).min(logits.len());
                 logits[covered..].fill(f32::NEG_INFINITY);
-                if self.optional_margin > 0.0 && digits.depth == ARGUMENTS_DEPTH {
-                    self.grammars.argument_ends(digits.in_string).prefer_end(logits, self.optional_margin);
+                if self.optional_margin > 0.0 {
+                    for ends in self.grammars.argument_ends(digits.depth, digits.in_string) {
+                        ends.prefer_end(logits, self.optional_margin);
+                    }
                 }
             }
             Phase::After { newline } => {
@@ -476,6 +482,9 @@ impl Mask for CallMask {
                 };
                 self.phase = Phase::Text;
                 self.routed = self.ids.len();
+                if let Some(scanner) = &mut self.scanner {
+                    scanner.begin_at(self.text.text.len());
+                }
                 if let Some(name) = name {
                     self.only = Some(name.clone());
                     self.queue.push_back(ids.tool_call);
@@ -531,8 +540,9 @@ pub struct Parsed {
     pub cut_call: bool,
 }
 
-/// Reads an output's ids (without the final `<|im_end|>`). Nothing tells here which calls were rescued.
-pub fn parse(grammars: &Grammars, ids: &[u32]) -> Parsed {
+/// Reads an output's ids (without the final `<|im_end|>`). `routed`: it begins with a routing line, which is no part of the text.
+/// Nothing tells here which calls were rescued.
+pub fn parse(grammars: &Grammars, ids: &[u32], routed: bool) -> Parsed {
     let control = grammars.ids;
     let tokenizer = grammars.tokenizer();
     let text_of = |ids: &[u32]| String::from_utf8_lossy(&tokenizer.decode(ids)).into_owned();
@@ -543,15 +553,28 @@ pub fn parse(grammars: &Grammars, ids: &[u32]) -> Parsed {
         let inside = &rest[open + 1..];
         let Some(close) = inside.iter().position(|&id| id == control.end_tool_call) else {
             out.cut_call = true;
-            return out;
+            break;
         };
         let body = text_of(&inside[..close]);
         out.calls.push(read_call(body.trim()));
         rest = &inside[close + 1..];
     }
     let text = text_of(rest);
-    out.text.push_str(if out.calls.is_empty() { &text } else { text.trim() });
+    if !out.cut_call {
+        out.text.push_str(if out.calls.is_empty() { &text } else { text.trim() });
+    }
+    if routed {
+        out.text = unrouted(&out.text).to_owned();
+    }
     out
+}
+
+/// A routed reply without its routing line, as far as that has come.
+fn unrouted(text: &str) -> &str {
+    match text.strip_prefix(ROUTE_ANSWER) {
+        Some(answer) => answer.trim_start(),
+        None => text.split_once('\n').map_or("", |(_, rest)| rest),
+    }
 }
 
 /// The grammar makes every call readable; one from elsewhere that is not keeps its text as arguments, so that the loop can
@@ -578,7 +601,7 @@ pub struct StreamView {
     ids: Vec<u32>,
     text: Text,
     /// The text begins with the routing line, which is not shown.
-    route: bool,
+    routed: bool,
     /// Bytes of the text that were given out.
     emitted: usize,
     /// Where the call that is being written begins in `ids`.
@@ -625,10 +648,15 @@ impl StreamView {
         }
         self.text.push(self.grammars.tokenizer().token_bytes(token));
         let text = &self.text.text;
-        if self.route {
-            let end = text.find('\n').map(|end| end + 1);
-            let Some(start) = text.strip_prefix(ROUTE_ANSWER).map(|rest| text.len() - rest.trim_start().len()).or(end) else { return };
-            self.emitted = self.emitted.max(start);
+        if self.routed {
+            self.emitted = self.emitted.max(text.len() - unrouted(text).len());
+            if text == ROUTE_ANSWER || !text.starts_with(ROUTE_ANSWER) {
+                // The routing line is just ending, or still to come.
+                if let Some(scanner) = &mut self.scanner {
+                    scanner.begin_at(text.len());
+                }
+                return;
+            }
         }
         let stands = match self.scanner.as_mut().map(|s| s.scan(text)) {
             None | Some(Scan::Clear) => text.len(),
@@ -660,11 +688,7 @@ impl StreamView {
 
     /// The output has ended: gives out what was held back, and reads the whole.
     pub fn finish(mut self, mut sink: impl FnMut(Delta)) -> (Vec<u32>, Parsed) {
-        let mut parsed = parse(&self.grammars, &self.ids);
-        if self.route {
-            let text = parsed.text.strip_prefix(ROUTE_ANSWER).map(str::trim_start);
-            parsed.text = text.or(parsed.text.split_once('\n').map(|(_, text)| text)).unwrap_or_default().to_owned();
-        }
+        let mut parsed = parse(&self.grammars, &self.ids, self.routed);
         for (call, rescued) in parsed.calls.iter_mut().zip(&self.rescued) {
             call.rescued = *rescued;
         }

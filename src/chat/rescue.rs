@@ -40,6 +40,8 @@ pub fn scan(text: &str, tools: &[&str]) -> Scan {
 #[derive(Clone, Debug)]
 pub struct Scanner {
     tools: Arc<[String]>,
+    /// Where the text begins, as far as calls go.
+    from: usize,
     /// Everything before is decided.
     at: usize,
     mode: Mode,
@@ -62,13 +64,19 @@ enum Mode {
 
 impl Scanner {
     pub fn new(tools: Arc<[String]>) -> Scanner {
-        Scanner { tools, at: 0, mode: Mode::LineStart }
+        Scanner { tools, from: 0, at: 0, mode: Mode::LineStart }
     }
 
     /// Forgets what was read: the text has been shortened.
     pub fn reset(&mut self) {
-        self.at = 0;
+        self.at = self.from;
         self.mode = Mode::LineStart;
+    }
+
+    /// The text begins here; what stands before is no part of it.
+    pub fn begin_at(&mut self, from: usize) {
+        self.from = from;
+        self.reset();
     }
 
     /// Takes everything up to the end of `text` for an answer, whatever it looks like.
@@ -131,9 +139,9 @@ impl Scanner {
                 Mode::LineStart => {
                     let rest = &text[self.at..];
                     let opener = self.at + (rest.len() - rest.trim_start().len());
-                    let line = text[..opener].rfind('\n').map_or(0, |i| i + 1);
-                    let blank = text[..opener].trim_start().is_empty();
-                    let start = if blank { 0 } else { line };
+                    let before = &text[self.from..opener];
+                    let line = self.from + before.rfind('\n').map_or(0, |i| i + 1);
+                    let start = if before.trim_start().is_empty() { self.from } else { line };
                     if opener == text.len() {
                         // White space at the very beginning, or an indentation, would vanish with the call.
                         return if start < text.len() { Scan::Pending { start } } else { Scan::Clear };

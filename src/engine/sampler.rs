@@ -160,9 +160,8 @@ mod tests {
     fn a_call_has_a_temperature_of_its_own() {
         let sampling = Sampling { temperature: 2.0, call_temperature: Some(0.0), seed: 5, ..Sampling::default() };
         let mut sampler = Sampler::new(sampling, &[]);
-        let mut drawn = |structured| {
-            (0..200).filter(|_| sampler.sample(&mut [1.0, 1.1], structured) == Some(1)).count()
-        };
+        let mut drawn =
+            |structured| (0..200).filter(|_| sampler.sample(&mut [1.0, 1.1], structured) == Some(1)).count();
         assert_eq!(drawn(true), 200);
         assert!((50..150).contains(&drawn(false)));
     }

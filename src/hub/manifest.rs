@@ -249,7 +249,10 @@ mod tests {
             "m",
             &format!("{base}sources=['hf']\nfiles=[{{name='a'}}]\n[agent]\nreminder='after-result'\nrouting=true"),
         );
-        assert_eq!(m.unwrap().agent, Habits { reminder: ReminderAt::AfterResult, routing: true, optional_margin: 0.0 });
+        assert_eq!(
+            m.unwrap().agent,
+            Habits { reminder: crate::message::ReminderAt::AfterResult, routing: true, optional_margin: 0.0 }
+        );
     }
 
     #[test]

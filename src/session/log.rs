@@ -368,7 +368,14 @@ fn interrupted(call: &ToolCall, started: bool) -> ToolResult {
         }
         false => "interrupted before it ran. Make the call again if it is still needed.",
     };
-    ToolResult { call_id: call.id.clone(), name: call.name.clone(), text: text.into(), is_error: true, found_nothing: false, reminder: None }
+    ToolResult {
+        call_id: call.id.clone(),
+        name: call.name.clone(),
+        text: text.into(),
+        is_error: true,
+        found_nothing: false,
+        reminder: None,
+    }
 }
 
 /// The lock can be held for a moment by nobody who writes: a child of ours between `fork` and `exec` has the open file

@@ -50,8 +50,14 @@ fn started(id: &str) -> Event {
 }
 
 fn result(id: &str, text: &str) -> Event {
-    let result =
-        ToolResult { call_id: id.into(), name: "Read".into(), text: text.into(), is_error: false, found_nothing: false, reminder: None };
+    let result = ToolResult {
+        call_id: id.into(),
+        name: "Read".into(),
+        text: text.into(),
+        is_error: false,
+        found_nothing: false,
+        reminder: None,
+    };
     Event::ToolResult { result, duration_ms: 3 }
 }
 

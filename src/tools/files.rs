@@ -82,6 +82,9 @@ pub(super) fn absolute(context: &ToolContext, given: &str) -> Result<PathBuf, St
         let home = std::env::var_os("HOME").ok_or("The path begins with ~, but there is no home folder.")?;
         return Ok(PathBuf::from(home).join(given[1..].trim_start_matches('/')));
     }
+    // A space around a name is a slip of the model's, unless there is such a file.
+    let trimmed = given.trim();
+    let given = if trimmed != given && context.cwd.join(given).symlink_metadata().is_err() { trimmed } else { given };
     let path = context.cwd.join(given);
     let relative = given.trim_start_matches('/');
     if Path::new(given).is_absolute() && !relative.is_empty() && path.symlink_metadata().is_err() {

@@ -1,7 +1,7 @@
 //! `Grep`: content by regular expression, with ripgrep's engine.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use async_trait::async_trait;
 use grep_matcher::{LineTerminator, Matcher};
@@ -96,7 +96,9 @@ impl Place {
         let wild = given.find(['*', '?', '[', '{']).filter(|_| !exists);
         let (Some(wild), None) = (wild, &glob) else {
             // Small models make up folders; what they look for is somewhere all the same.
-            let missing = (!exists && base.starts_with(&context.cwd)).then(|| given.to_owned());
+            let inside =
+                Path::new(given).components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
+            let missing = (!exists && inside).then(|| given.to_owned());
             let base = if missing.is_some() { context.cwd.clone() } else { base };
             return Ok(Place { base, glob, missing });
         };
@@ -168,7 +170,9 @@ fn search(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<To
     stop.check()?;
     let mut output = tally.report(mode, &arguments, place.glob.as_deref(), &files::shown(context, &base));
     if output.found_nothing && files::absolute(context, &arguments.pattern).is_ok_and(|path| path.is_file()) {
-        output.text.push_str(&format!("{} is the name of a file; to see what is in it, use Read.\n", arguments.pattern));
+        output
+            .text
+            .push_str(&format!("{} is the name of a file; to see what is in it, use Read.\n", arguments.pattern));
     }
     if let Some(missing) = &place.missing {
         output.text.insert_str(0, &format!("{} does not exist; searched everywhere.\n", text::shortened(missing, 200)));

@@ -401,9 +401,9 @@ async fn ls_lists_one_folder() {
     let text = place.ok("LS", json!({"path": "a"})).await;
     assert!(text.starts_with("0000") && text.ends_with("[a: 2001 files]\n"), "{text}");
     let shown = text.lines().count() - 2;
-    assert!(
-        text.ends_with(&format!("[... {} more not shown; use Glob with a pattern for a part of them]\n", 2001 - shown))
-    );
+    let note =
+        format!("[... {} more not shown; use Glob with a pattern for a part of them]\n[a: 2001 files]\n", 2001 - shown);
+    assert!(text.ends_with(&note), "{text}");
 }
 
 #[tokio::test]
@@ -494,7 +494,8 @@ async fn grep_finds_by_content() {
         (json!({"pattern": "needle", "path": "target"}), "1 matching line in 1 file:\ntarget/d.txt:1:needle\n".into()),
         (
             json!({"pattern": "NEEDLE", "glob": "src/*.rs"}),
-            "No match for NEEDLE in . in files src/*.rs. Case was respected.\n".into(),
+            "No match for NEEDLE in . in files src/*.rs. Case was respected. Without path and glob, all files are searched.\n"
+                .into(),
         ),
     ] {
         assert_eq!(place.ok("Grep", arguments.clone()).await, expected, "{arguments}");
@@ -514,7 +515,30 @@ async fn grep_finds_by_content() {
         .await;
     place.fails("Grep", json!({"pattern": "a\nb"}), &["line by line"]).await;
     place.fails("Grep", json!({"pattern": ""}), &["pattern is empty"]).await;
-    place.fails("Grep", json!({"pattern": "x", "path": "none"}), &["does not exist"]).await;
+    // A folder that is not there is searched for elsewhere, and that is said; wildcards may stand in the path too.
+    for (arguments, expected) in [
+        (
+            json!({"pattern": "Hà Nội", "path": "none"}),
+            format!("none does not exist; searched everywhere.\n1 matching line in 1 file:\nsrc/c.md:1:Trời Hà Nội\n{skipped}"),
+        ),
+        (json!({"pattern": "Hà Nội", "path": "src/**/*.md"}), "1 matching line in 1 file:\nsrc/c.md:1:Trời Hà Nội\n".into()),
+        (json!({"pattern": "Hà Nội", "path": " src/c.md "}), "1 matching line in 1 file:\nsrc/c.md:1:Trời Hà Nội\n".into()),
+        (
+            json!({"pattern": "a.txt", "path": "src"}),
+            "No match for a.txt in src. Case was respected. Without path and glob, all files are searched.\na.txt is the name \
+             of a file; to see what is in it, use Read.\n"
+                .into(),
+        ),
+    ] {
+        assert_eq!(place.ok("Grep", arguments.clone()).await, expected, "{arguments}");
+    }
+    place.fails("Grep", json!({"pattern": "x", "path": "/none/of/this"}), &["does not exist"]).await;
+    // What is searched is declared, wherever the path leads.
+    let grep = place.tools.get("Grep").unwrap();
+    for (path, base) in [("src", "src"), ("none", ""), ("src/*.rs", "src/"), ("../none", "../none")] {
+        let access = grep.access(&json!({"pattern": "x", "path": path}), &place.context).unwrap();
+        assert_eq!(access, [Access::Read(place.context.cwd.join(base))], "{path}");
+    }
 
     fs::write(place.path("many.txt"), "a match here\n".repeat(5_000)).unwrap();
     let text = place.ok("Grep", json!({"pattern": "match", "path": "many.txt"})).await;

@@ -420,6 +420,31 @@ async fn a_repeated_call_is_thrown_away_and_the_answer_asked_for() {
     assert_eq!(requests[3].tool_choice, ToolChoice::Auto);
 }
 
+#[tokio::test]
+async fn a_repeated_call_that_led_nowhere_makes_room_for_another() {
+    let check = async |replies: &[Reply], expected: &str, withheld: &[&[&str]], guarded: usize| {
+        let mut task = Task::new(replies.to_vec(), [echo("Read", true), failing()]);
+        let outcome = task.run("go").await;
+        assert_eq!(outcome.answer, expected);
+        let requests = task.requests.lock().unwrap();
+        assert_eq!(requests.iter().map(|request| request.withheld.clone()).collect::<Vec<_>>(), withheld);
+        drop(requests);
+        assert_eq!(task.kinds().iter().filter(|kind| *kind == "repeat_guarded").count(), guarded);
+    };
+    let (fail, read) = (call("Fail", "a"), call("Read", "a"));
+    // Another tool is called, and its result answers.
+    check(&[fail.clone(), fail.clone(), read.clone(), Reply::text("58")], "58", &[&[], &[], &["Fail"], &[]], 1).await;
+    // The model insists: calls are masked out.
+    check(&[fail.clone(), fail.clone(), fail.clone(), Reply::text("no")], "no", &[&[], &[], &["Fail"], &[]], 2).await;
+    // What was answered is not tried otherwise.
+    check(&[read.clone(), read.clone(), Reply::text("58")], "58", &[&[], &[], &[]], 1).await;
+    // Nor is what was refused: only the user can change that.
+    let write = Double { access: |_| Ok(vec![Access::Write("out.txt".into())]), ..echo("Write", false) };
+    let mut task = Task::new([call("Write", "a"), call("Write", "a"), Reply::text("I may not")], [write]);
+    assert_eq!((task.run("go").await.refusals.len(), task.choices().len()), (1, 3));
+    assert!(task.requests.lock().unwrap().iter().all(|request| request.withheld.is_empty()));
+}
+
 /// `script`: one letter a step: `r` a read, `w` a write, `f` a read that fails, `u` an answer and the next task.
 /// Whether the last step is thrown away.
 #[tokio::test]

@@ -287,7 +287,14 @@ fn golden_messages(case: &Value) -> (Vec<Message>, Vec<ToolSpec>) {
 }
 
 fn result(name: &str) -> ToolResult {
-    ToolResult { call_id: "call_1".into(), name: name.into(), text: String::new(), is_error: false, found_nothing: false, reminder: None }
+    ToolResult {
+        call_id: "call_1".into(),
+        name: name.into(),
+        text: String::new(),
+        is_error: false,
+        found_nothing: false,
+        reminder: None,
+    }
 }
 
 fn user(text: &str) -> Message {

@@ -23,6 +23,7 @@ struct Outcome {
 /// The engine's loop without an engine: `model` writes the logits for the ids so far; the highest wins.
 fn drive(kit: &Kit, mut mask: CallMask, limit: usize, mut model: impl FnMut(&[u32], &mut [f32])) -> Outcome {
     let mut view = mask.view();
+    let routed = mask.is_routed();
     let mut out = Outcome::default();
     let mut deltas = Vec::new();
     let mut logits = vec![0f32; kit.vocab];
@@ -69,7 +70,7 @@ fn drive(kit: &Kit, mut mask: CallMask, limit: usize, mut model: impl FnMut(&[u3
     assert_eq!(ids, out.ids);
     let mut plain = parsed.clone();
     plain.calls.iter_mut().for_each(|call| call.rescued = false);
-    assert_eq!(parse(&kit.grammars, &ids), plain);
+    assert_eq!(parse(&kit.grammars, &ids, routed), plain);
     for delta in deltas {
         match delta {
             Delta::Text(text) => out.streamed.push_str(&text),
@@ -372,6 +373,102 @@ fn a_forbidden_call_is_led_away_from() {
 }
 
 #[test]
+fn a_routing_line_decides_before_anything_is_written() {
+    let check =
+        |choice: ToolChoice, withheld: &[&str], wish: &[&str], text: &str, call: Option<&str>, rewinds: usize| {
+            for kit in kits() {
+                let withheld: Vec<String> = withheld.iter().map(|name| (*name).to_owned()).collect();
+                let mask = mask(kit, &tools(), choice.clone(), true).withhold(&withheld).routing(true);
+                let outcome = drive(kit, mask, 200, writer(kit, wish));
+                assert_eq!(outcome.parsed.text, text, "{wish:?}");
+                let name = outcome.parsed.calls.first().map(|call| call.name.as_str());
+                assert_eq!(
+                    (name, outcome.rewinds),
+                    (call, rewinds),
+                    "{wish:?}: {:?}",
+                    String::from_utf8_lossy(&kit.tokenizer.decode(&outcome.ids))
+                );
+            }
+        };
+    let read =
+        "Tool: search_blog\n<tool_call>\n{\"name\": \"search_blog\", \"arguments\": {\"query\": \"a\"}}\n</tool_call>";
+    check(ToolChoice::Auto, &[], &[read], "", Some("search_blog"), 0);
+    check(ToolChoice::Auto, &[], &["Answer: Paris."], "Paris.", None, 0);
+    check(ToolChoice::Auto, &[], &["Answer:\n{\"a\": 1}"], "{\"a\": 1}", None, 0);
+    // It answers and then calls all the same.
+    let late = "Answer: {\"name\": \"search_blog\", \"arguments\": {\"query\": \"a\"}}";
+    check(
+        ToolChoice::Auto,
+        &[],
+        &[
+            late,
+            "Answer: \n<tool_call>\n{\"name\": \"search_blog\", \"arguments\": {\"query\": \"a\"}}\n</tool_call>",
+            "Answer:\n<tool_call>\n{\"name\": \"search_blog\", \"arguments\": {\"query\": \"a\"}}\n</tool_call>",
+        ],
+        "",
+        Some("search_blog"),
+        1,
+    );
+    // Where calls are masked out, or all tools are withheld, only an answer is left.
+    check(ToolChoice::None, &[], &["Answer: Paris."], "Paris.", None, 0);
+    check(
+        ToolChoice::Auto,
+        &["search_blog", "search", "mcp.weather-now", "tìm_kiếm"],
+        &["Answer: Paris."],
+        "Paris.",
+        None,
+        0,
+    );
+
+    // A model that wants what is not offered, or is withheld, gets the nearest thing that its line can still become.
+    for kit in kits() {
+        for (withheld, wish) in [(vec![], "Tool: Rename\n"), (vec!["search_blog".to_owned()], "Tool: search_blog\n")] {
+            let mask = mask(kit, &tools(), ToolChoice::Auto, true).withhold(&withheld).routing(true);
+            let outcome = drive(kit, mask, 400, |ids, logits| {
+                writer(kit, &[wish])(ids, logits);
+                // To end a call that it did not want.
+                logits[next_token(kit, b"\"") as usize] = 2.0;
+                logits[next_token(kit, b"}") as usize] = 2.0;
+            });
+            for call in &outcome.parsed.calls {
+                assert!(
+                    tools().iter().any(|tool| tool.name == call.name) && !withheld.contains(&call.name),
+                    "{call:?}"
+                );
+            }
+            assert!(!outcome.parsed.text.contains("Tool:"), "{:?}", outcome.parsed);
+        }
+    }
+}
+
+#[test]
+fn an_optional_argument_must_be_worth_it() {
+    let properties = json!({"n": {"type": "integer"}, "of": {"type": "array"}, "deep": {"type": "boolean"}});
+    let find = tool("find", json!({"type": "object", "properties": properties, "required": ["n", "of"]}));
+    let wish =
+        "<tool_call>\n{\"name\": \"find\", \"arguments\": {\"n\": 3, \"of\": [1, 2], \"deep\": true}}\n</tool_call>";
+    let check = |margin: f32, expected: Value| {
+        for kit in kits() {
+            let mask = mask(kit, std::slice::from_ref(&find), ToolChoice::Auto, true).optional_margin(margin);
+            let outcome = drive(kit, mask, 200, |ids, logits| {
+                writer(kit, &[wish])(ids, logits);
+                for end in [b"}".as_slice(), b"]}"] {
+                    let logit = &mut logits[next_token(kit, end) as usize];
+                    *logit = logit.max(4.5);
+                }
+            });
+            assert_eq!(outcome.parsed.calls[0].arguments, expected, "margin {margin}");
+        }
+    };
+    let all = json!({"n": 3, "of": [1, 2], "deep": true});
+    // The writer wants the comma with 9.
+    check(0.0, all.clone());
+    check(4.4, all);
+    // What is required comes all the same, and a comma inside a value is none between arguments.
+    check(4.6, json!({"n": 3, "of": [1, 2]}));
+}
+
+#[test]
 fn schemas_are_checked_one_by_one() {
     let kit = tiny();
     let object = |properties: Value| json!({"type": "object", "properties": properties});
@@ -462,7 +559,7 @@ fn schemas_are_checked_one_by_one() {
     assert_eq!(grammar.names(), good);
     assert_eq!(grammar.notes().len(), noted);
     // The good ones live, all in one grammar, and the same list is not compiled again.
-    kit.grammars.matcher(&grammar, None).unwrap();
+    kit.grammars.matcher(&grammar, &grammar.names().into_iter().map(str::to_owned).collect::<Vec<_>>()).unwrap();
     assert!(Arc::ptr_eq(&grammar, &kit.grammars.compile(&specs)));
     // Optional properties can be skipped, and what is not listed cannot be written.
     let call = "<tool_call>\n{\"name\": \"plain\", \"arguments\": {}}\n</tool_call>";
