@@ -1,7 +1,7 @@
 //! `cob model`: list, pull, verify, info, rm, path.
 
 use std::io::{IsTerminal, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
@@ -9,6 +9,9 @@ use serde_json::{Value, json};
 use super::progress::Progress;
 use super::signals::Signals;
 use crate::hub::{DEFAULT_MODEL, Hub, HubError, HubSettings, Kind, Record, human_bytes};
+use crate::model::config::Config;
+use crate::model::kv::BLOCK;
+use crate::model::{KvType, Source};
 
 #[derive(Args, Debug)]
 pub struct ModelArgs {
@@ -201,7 +204,10 @@ fn answer(hub: &Hub, command: ModelCommand, signals: &Signals, progress: &mut Pr
             Ok(Answer { text, json: Value::Array(all), code })
         }
         ModelCommand::Info { model } => {
-            let lines = hub.info_lines(&model, cancel, &mut events)?;
+            let mut lines = hub.info_lines(&model, cancel, &mut events)?;
+            if let Some((_, path)) = lines.iter().find(|(label, _)| *label == "path") {
+                lines.extend(inside(Path::new(path)));
+            }
             let width = lines.iter().map(|(label, _)| label.len()).max().unwrap_or(0);
             let text = lines.iter().map(|(label, value)| format!("{label:width$}  {value}\n")).collect();
             let json =
@@ -218,6 +224,36 @@ fn answer(hub: &Hub, command: ModelCommand, signals: &Signals, progress: &mut Pr
             Ok(Answer::new(format!("{}\n", path.display()), json!({ "id": id, "path": path })))
         }
     }
+}
+
+/// What the file itself says, and whether it can be run.
+fn inside(path: &Path) -> Vec<(&'static str, String)> {
+    let source = match Source::open(path) {
+        Ok(source) => source,
+        Err(why) => return vec![("runs here", format!("no: {why}"))],
+    };
+    let types = source.tensor_types();
+    let tensors = types.iter().map(|t| format!("{} {}", t.tensors, t.name)).collect::<Vec<_>>().join(", ");
+    let parameters: usize = types.iter().map(|t| t.elements).sum();
+    let mut lines = vec![("tensors", tensors), ("parameters", parameters.to_string())];
+    match source.config() {
+        Err(why) => lines.push(("runs here", format!("no: {why}"))),
+        Ok(config) => {
+            let Config { layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, context, rope_theta, .. } =
+                config;
+            lines.extend([
+                ("architecture", "qwen2".to_owned()),
+                ("layers", layers.to_string()),
+                ("hidden size", format!("{hidden}, {intermediate} inside the MLP")),
+                ("attention heads", format!("{heads} of {head_dim}, {kv_heads} for keys and values")),
+                ("vocabulary", vocab.to_string()),
+                ("trained context", format!("{context} tokens, RoPE base {rope_theta}")),
+                ("kv bytes a token", config.kv_shape(KvType::F16).bytes(BLOCK).div_euclid(BLOCK).to_string()),
+                ("runs here", "yes".to_owned()),
+            ]);
+        }
+    }
+    lines
 }
 
 fn list(hub: &Hub) -> Answer {

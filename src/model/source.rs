@@ -13,6 +13,14 @@ pub enum Source {
     Safetensors { folder: PathBuf, files: MmapedSafetensors },
 }
 
+/// See [`Source::tensor_types`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorType {
+    pub name: String,
+    pub tensors: usize,
+    pub elements: usize,
+}
+
 /// A tensor of the model, under the name that its file gives it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Name {
@@ -109,6 +117,31 @@ impl Source {
                 Config::from_json(&text).map_err(|why| format!("{}: {why}", folder.display()))
             }
         }
+    }
+
+    /// Each type of tensor in the file, also those that we do not compute, with the number of its tensors and of their elements;
+    /// the commonest first.
+    pub fn tensor_types(&self) -> Vec<TensorType> {
+        let tensors: Vec<(String, usize)> = match self {
+            Source::Gguf(file) => {
+                let name =
+                    |id| WeightType::from_ggml(id).map_or_else(|| format!("type {id}"), |kind| kind.name().into());
+                file.tensors().values().map(|t| (name(t.ggml_type), t.shape.iter().product())).collect()
+            }
+            Source::Safetensors { files, .. } => {
+                let tensors = files.tensors();
+                tensors.iter().map(|(_, t)| (format!("{:?}", t.dtype()), t.shape().iter().product())).collect()
+            }
+        };
+        let mut types: Vec<TensorType> = Vec::new();
+        for (name, elements) in tensors {
+            match types.iter_mut().find(|known| known.name == name) {
+                Some(known) => (known.tensors, known.elements) = (known.tensors + 1, known.elements + elements),
+                None => types.push(TensorType { name, tensors: 1, elements }),
+            }
+        }
+        types.sort_by(|a, b| b.elements.cmp(&a.elements).then(a.name.cmp(&b.name)));
+        types
     }
 
     fn name(&self, name: Name) -> String {
