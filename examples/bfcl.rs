@@ -11,7 +11,7 @@ use clap::Parser;
 use cob::agent::{shows_routing, system_prompt};
 use cob::chat::qwen::{Options, Qwen};
 use cob::chat::{Completion, CompletionRequest, LanguageModel};
-use cob::hub::{Hub, HubSettings};
+use cob::hub::{Hub, HubSettings, Resolved};
 use cob::message::{FinishReason, Habits, Message, Sampling, ToolCall, ToolChoice, ToolSpec};
 use cob::model::{Backend, KvType};
 use serde_json::{Map, Value, json};
@@ -250,9 +250,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         *threads = a.threads;
     }
     let hub = Hub::new(HubSettings::from_env()?);
-    let (path, of_model) = match hub.manifest(&a.model) {
-        Ok(manifest) => (hub.path(&a.model)?, manifest.agent),
-        Err(_) => (PathBuf::from(&a.model), Habits::default()),
+    let (path, of_model) = match hub.resolve(Some(&a.model), None, None, &Default::default(), &mut |_| {})? {
+        Resolved::Ready(model) => (model.path, model.manifest.map(|manifest| manifest.agent).unwrap_or_default()),
+        Resolved::NeedsPull(_) => return Err(format!("{} is not here; fetch it: cob model pull {0}", a.model).into()),
     };
     let habits = Habits {
         routing: a.routing.unwrap_or(of_model.routing),

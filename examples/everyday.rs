@@ -14,7 +14,7 @@ use clap::Parser;
 use cob::agent::{Agent, Settings, Stop, Toolbox, shows_routing, system_prompt};
 use cob::chat::LanguageModel;
 use cob::chat::qwen::{Options, Qwen};
-use cob::hub::{Hub, HubSettings};
+use cob::hub::{Hub, HubSettings, Resolved};
 use cob::message::{Habits, ReminderAt, Sampling};
 use cob::model::{Backend, KvType};
 use cob::permission::{Headless, Mode, Permissions, Rules};
@@ -64,9 +64,9 @@ struct Task {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let a = Arguments::parse();
     let hub = Hub::new(HubSettings::from_env()?);
-    let (path, of_model) = match hub.manifest(&a.model) {
-        Ok(manifest) => (hub.path(&a.model)?, manifest.agent),
-        Err(_) => (PathBuf::from(&a.model), Habits::default()),
+    let (path, of_model) = match hub.resolve(Some(&a.model), None, None, &Default::default(), &mut |_| {})? {
+        Resolved::Ready(model) => (model.path, model.manifest.map(|manifest| manifest.agent).unwrap_or_default()),
+        Resolved::NeedsPull(_) => return Err(format!("{} is not here; fetch it: cob model pull {0}", a.model).into()),
     };
     let model: Arc<dyn LanguageModel> = Arc::new(Qwen::open(
         &path,

@@ -57,9 +57,9 @@ pub struct ToolResult {
     pub name: String,
     pub text: String,
     pub is_error: bool,
-    /// A search that worked and found nothing.
+    /// Another call may lead further than this one did.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub found_nothing: bool,
+    pub led_nowhere: bool,
     /// A line of the harness that stands after this result, inside the same user turn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reminder: Option<String>,

@@ -48,7 +48,11 @@ enum Prepared {
 
 impl Prepared {
     fn error(outcome: CallOutcome, text: impl Into<String>) -> Self {
-        Prepared::Answer { outcome, output: ToolOutput::error(text) }
+        let output = match outcome {
+            CallOutcome::Refused | CallOutcome::NotRun => ToolOutput::final_error(text),
+            _ => ToolOutput::error(text),
+        };
+        Prepared::Answer { outcome, output }
     }
 }
 
@@ -100,8 +104,8 @@ impl Run<'_, '_> {
             });
             let reminded =
                 last_of_step && at + 1 == calls.len() && self.agent.settings.habits.reminder == ReminderAt::AfterResult;
-            let reminder = reminded.then(|| match done.output.is_error || done.output.found_nothing {
-                true => self.retry(),
+            let reminder = reminded.then(|| match done.output.led_nowhere {
+                true => guard::retry(&self.question(), done.output.is_error),
                 false => self.reminder(),
             });
             self.log_result(call, done, reminder)?;
@@ -228,15 +232,9 @@ impl Run<'_, '_> {
         let duration_ms = duration.as_millis() as u64;
         let ToolCall { id, name, arguments, rescued } = call.clone();
         let is_error = output.is_error;
-        let found_nothing = output.found_nothing;
-        let result = ToolResult {
-            call_id: id.clone(),
-            name: name.clone(),
-            text: text.clone(),
-            is_error,
-            found_nothing,
-            reminder,
-        };
+        let led_nowhere = output.led_nowhere;
+        let result =
+            ToolResult { call_id: id.clone(), name: name.clone(), text: text.clone(), is_error, led_nowhere, reminder };
         self.log(Event::ToolResult { result, duration_ms })?;
         let report = CallReport { id, name, arguments, outcome, rescued };
         self.outcome.calls.push(report.clone());

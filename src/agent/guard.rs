@@ -18,7 +18,7 @@ pub(super) fn key(call: &ToolCall) -> String {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Answer {
     Useful,
-    /// An error, or a search that found nothing: something else may lead further.
+    /// It led nowhere; something else may lead further.
     Useless,
     Refused,
 }
@@ -55,7 +55,7 @@ pub(super) fn answered<'a>(
                 }
                 let refused = refused.contains(call.id.as_str());
                 if ran || refused {
-                    let answer = match result.is_error || result.found_nothing {
+                    let answer = match result.led_nowhere {
                         _ if refused => Answer::Refused,
                         true => Answer::Useless,
                         false => Answer::Useful,
@@ -74,9 +74,12 @@ pub(super) fn reminder(question: &str) -> String {
     format!("answer the question now: {}", bounded(question))
 }
 
-/// What stands after an error, so that the model tries something else.
-pub(super) fn retry(question: &str) -> String {
-    format!("that call failed; make another call for the task: {}", bounded(question))
+/// What stands after a call that led nowhere, so that the model tries something else.
+pub(super) fn retry(question: &str, is_error: bool) -> String {
+    match is_error {
+        true => format!("that call failed; make another call for the task: {}", bounded(question)),
+        false => format!("nothing was found; search otherwise, or answer that there is none: {}", bounded(question)),
+    }
 }
 
 fn bounded(question: &str) -> String {
@@ -131,7 +134,7 @@ mod tests {
             }
             let is_error = letter.is_uppercase();
             let result =
-                ToolResult { call_id: id, name, text: String::new(), is_error, found_nothing: false, reminder: None };
+                ToolResult { call_id: id, name, text: String::new(), is_error, led_nowhere: is_error, reminder: None };
             events.push(Event::ToolResult { result, duration_ms: 0 });
         }
         let answered = answered(&events, |name| name != "w");

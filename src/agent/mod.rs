@@ -177,6 +177,8 @@ pub enum AgentEvent {
     RepeatGuarded {
         calls: Vec<ToolCall>,
         reminder: String,
+        /// What the next reply may not call; without any, it may call nothing at all.
+        withheld: Vec<String>,
     },
     Refused(Refusal),
     ToolStarted {

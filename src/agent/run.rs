@@ -125,12 +125,14 @@ impl<'a, 'o> Run<'a, 'o> {
         if let Some(repeat) = self.repeated(&reply)
             && repeat.useless
         {
-            let names = reply.message.calls.iter().map(|call| call.name.clone()).collect();
-            self.discard(reply, repeat.call_id, self.retry())?;
-            reply = self.complete(ToolChoice::Auto, names).await?;
+            let names: Vec<String> = reply.message.calls.iter().map(|call| call.name.clone()).collect();
+            if self.agent.toolbox.specs().iter().any(|spec| !names.contains(&spec.name)) {
+                self.discard(reply, repeat.call_id, guard::retry(&self.question(), true), names.clone())?;
+                reply = self.complete(ToolChoice::Auto, names).await?;
+            }
         }
         if let Some(repeat) = self.repeated(&reply) {
-            self.discard(reply, repeat.call_id, self.reminder())?;
+            self.discard(reply, repeat.call_id, self.reminder(), Vec::new())?;
             reply = self.complete(ToolChoice::None, Vec::new()).await?;
         }
         self.record(reply)
@@ -226,22 +228,26 @@ impl<'a, 'o> Run<'a, 'o> {
         guard::answered(self.session.events(), |name| self.agent.toolbox.read_only(name))
     }
 
-    fn discard(&mut self, reply: Completion, call_id: String, reminder: String) -> Result<(), End> {
-        let calls = reply.message.calls;
-        (self.observer)(&AgentEvent::RepeatGuarded { calls: calls.clone(), reminder: reminder.clone() });
-        self.log(Event::RepeatGuarded { calls, call_id, reminder, usage: reply.usage })
+    /// Throws a reply away. `withheld`: the tools that the next reply may not call; none of them where it may call none at all.
+    fn discard(
+        &mut self,
+        reply: Completion,
+        call_id: String,
+        reminder: String,
+        withheld: Vec<String>,
+    ) -> Result<(), End> {
+        let (calls, usage) = (reply.message.calls, reply.usage);
+        let (shown, said, names) = (calls.clone(), reminder.clone(), withheld.clone());
+        (self.observer)(&AgentEvent::RepeatGuarded { calls: shown, reminder: said, withheld: names });
+        self.log(Event::RepeatGuarded { calls, call_id, reminder, withheld, usage })
     }
 
     pub fn reminder(&self) -> String {
         guard::reminder(&self.question())
     }
 
-    pub fn retry(&self) -> String {
-        guard::retry(&self.question())
-    }
-
     /// What the user asked last.
-    fn question(&self) -> String {
+    pub fn question(&self) -> String {
         let question = self.session.events().rev().find_map(|event| match event {
             Event::User { text } => Some(text.as_str()),
             _ => None,

@@ -165,6 +165,7 @@ impl Grammars {
     /// Builds the token trie now, so that no call has to wait for it. Meant for a thread that runs beside the prefill.
     pub fn warm(&self) {
         let _ = self.factory();
+        self.argument_ends(ARGUMENTS_DEPTH, false);
     }
 
     /// Checks the tools and prepares their grammar; the same list again is looked up. Nothing here fails as a whole: a
@@ -185,6 +186,8 @@ impl Grammars {
             let refuse = |why: String| Refused { name: tool.name.clone(), why };
             if tool.name.is_empty() {
                 grammar.refused.push(refuse("a tool needs a name".into()));
+            } else if tool.name.contains(char::is_control) {
+                grammar.refused.push(refuse("a tool's name must not contain control characters".into()));
             } else if grammar.tools.iter().any(|(name, _)| *name == tool.name) {
                 grammar.refused.push(refuse("another tool of this name is offered already".into()));
             } else {

@@ -2,7 +2,7 @@
 //!
 //! [`CallMask`] is what the engine asks; [`StreamView`] is what the consumer shows, fed with the same tokens and rewinds;
 //! [`parse`] reads a finished output. In the text phase everything but control tokens is allowed, which costs nothing; a
-//! call, native or rescued, is written inside its grammar.
+//! call, native or rescued, is written inside its grammar. With [`CallMask::routing`] a line of a few fixed forms comes first.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -126,8 +126,10 @@ pub struct CallMask {
     phase: Phase,
     /// What must come next outside of a grammar.
     queue: VecDeque<u32>,
-    /// The tools that may be called.
+    /// The tools that may be called …
     callable: Arc<[String]>,
+    /// … and those that may not this time: a foreign call of one is led away from.
+    withheld: Arc<[String]>,
     /// The tool of the next call; `None`: any of them.
     only: Option<String>,
     /// A matcher whose first forced tokens were given out together with `<tool_call>`.
@@ -137,8 +139,8 @@ pub struct CallMask {
     guarded: usize,
     /// How much likelier than the end of the arguments, in nats, an optional one must be.
     optional_margin: f32,
-    /// The tokens of the routing line.
-    routed: usize,
+    /// The text began with a routing line, which is over.
+    routed: bool,
     /// The text begins with a word.
     prose: bool,
     rescued: bool,
@@ -191,12 +193,13 @@ impl CallMask {
             phase: Phase::Text,
             queue,
             callable,
+            withheld: [].into(),
             only,
             opened: None,
             banned: HashMap::new(),
             guarded: 0,
             optional_margin: 0.0,
-            routed: 0,
+            routed: false,
             prose: false,
             rescued: false,
             starts: Vec::new(),
@@ -206,12 +209,12 @@ impl CallMask {
 
     /// These tools may not be called this time, though the prompt shows them.
     pub fn withhold(mut self, names: &[String]) -> CallMask {
-        if names.is_empty() || self.choice != ToolChoice::Auto {
-            return self;
+        if self.choice == ToolChoice::Auto {
+            let (withheld, callable) =
+                self.callable.iter().cloned().partition::<Vec<_>, _>(|name| names.contains(name));
+            (self.withheld, self.callable) = (withheld.into(), callable.into());
+            self.may_call &= !self.callable.is_empty();
         }
-        self.callable = self.callable.iter().filter(|name| !names.contains(name)).cloned().collect();
-        self.may_call &= !self.callable.is_empty();
-        self.scanner = self.scanner.take().map(|_| Scanner::new(self.callable.clone()));
         self
     }
 
@@ -265,6 +268,11 @@ impl CallMask {
         }
     }
 
+    /// The text without the routing line.
+    fn body(&self) -> &str {
+        if self.routed { unrouted(&self.text.text) } else { &self.text.text }
+    }
+
     fn open(&self) -> Result<Box<Matcher>, String> {
         let only = self.only.as_ref().map(std::slice::from_ref);
         self.grammars.matcher(&self.grammar, only.unwrap_or(&self.callable)).map(Box::new)
@@ -289,7 +297,7 @@ impl CallMask {
 
     fn found(&mut self, start: usize, name: String) -> Verdict {
         let (keep, before) = self.cut(start);
-        if self.choice == ToolChoice::None {
+        if self.choice == ToolChoice::None || self.withheld.contains(&name) {
             if self.guarded == GUARD_LIMIT {
                 if let Some(scanner) = &mut self.scanner {
                     scanner.pass(&self.text.text);
@@ -357,6 +365,17 @@ impl Mask for CallMask {
         }
         match &mut self.phase {
             Phase::Call(matcher, _) => matcher.compute_ff_tokens(),
+            Phase::Route(said) => {
+                let said = std::mem::take(said);
+                let mut left: Vec<String> = self.routes().into_iter().map(|(line, _)| line).collect();
+                left.retain(|line| line.as_bytes().starts_with(&said));
+                let forced = match &left[..] {
+                    [line] => line.get(said.len()..).map(|rest| self.grammars.tokenizer().encode_exact(rest)),
+                    _ => None,
+                };
+                self.phase = Phase::Route(said);
+                forced.unwrap_or_default()
+            }
             _ => Vec::new(),
         }
     }
@@ -365,11 +384,16 @@ impl Mask for CallMask {
         let ids = self.grammars.ids;
         let repeats = matches!(self.phase, Phase::After { .. }) && self.repeats();
         let routes = if let Phase::Route(_) = self.phase { self.routes() } else { Vec::new() };
+        let blank = self.body().trim().is_empty();
+        let begun = self.text.text.len() > if self.routed { ROUTE_ANSWER.len() } else { 0 };
         match &mut self.phase {
             Phase::Route(said) => {
                 let left: Vec<&[u8]> =
                     routes.iter().filter_map(|(line, _)| line.as_bytes().strip_prefix(&said[..])).collect();
                 let tokenizer = self.grammars.tokenizer();
+                for &(_, id) in tokenizer.controls() {
+                    forbid(logits, id);
+                }
                 for (id, logit) in logits.iter_mut().enumerate() {
                     let bytes = tokenizer.token_bytes(id as u32);
                     if bytes.is_empty() || !left.iter().any(|left| left.starts_with(bytes)) {
@@ -381,7 +405,9 @@ impl Mask for CallMask {
                 let tokenizer = self.grammars.tokenizer();
                 for &(_, id) in tokenizer.controls() {
                     // An empty reply is none: small models give one now and then right after a tool's result.
-                    let ends = (id == ids.im_end || Some(id) == ids.end_of_text) && self.ids.len() > self.routed;
+                    let ends = (id == ids.im_end || Some(id) == ids.end_of_text)
+                        && !self.ids.is_empty()
+                        && !(blank && self.routed);
                     let calls = id == ids.tool_call && self.may_call;
                     if !ends && !calls {
                         forbid(logits, id);
@@ -389,7 +415,15 @@ impl Mask for CallMask {
                 }
                 let used = tokenizer.vocab_size().min(logits.len());
                 logits[used..].fill(f32::NEG_INFINITY);
-                if self.prose && self.ids.len() == self.routed {
+                // One token of white space may come before the words of an answer.
+                if (self.routed || self.prose) && blank && begun {
+                    for (id, logit) in logits[..used].iter_mut().enumerate() {
+                        if tokenizer.token_bytes(id as u32).trim_ascii().is_empty() {
+                            *logit = f32::NEG_INFINITY;
+                        }
+                    }
+                }
+                if self.prose && blank {
                     for (id, logit) in logits[..used].iter_mut().enumerate() {
                         let bytes = tokenizer.token_bytes(id as u32).trim_ascii_start();
                         if bytes.first().is_some_and(|first| b"{}[]()<>`|#*=/\\\"'".contains(first)) {
@@ -481,7 +515,7 @@ impl Mask for CallMask {
                     return Ok(Verdict::Continue);
                 };
                 self.phase = Phase::Text;
-                self.routed = self.ids.len();
+                self.routed = true;
                 if let Some(scanner) = &mut self.scanner {
                     scanner.begin_at(self.text.text.len());
                 }
@@ -676,6 +710,8 @@ impl StreamView {
         self.ids.truncate(keep);
         let (ids, tokenizer) = (&self.ids, self.grammars.tokenizer());
         self.text.truncate(keep, |i| tokenizer.token_bytes(ids[i]));
+        // White space at the beginning of an answer counts as given out; it may be gone.
+        self.emitted = self.emitted.min(self.text.bytes.len());
         if let Some(scanner) = &mut self.scanner {
             scanner.reset();
         }
@@ -692,7 +728,8 @@ impl StreamView {
         for (call, rescued) in parsed.calls.iter_mut().zip(&self.rescued) {
             call.rescued = *rescued;
         }
-        if self.rescued.is_empty() {
+        // Of a routing line that was cut there is nothing to show.
+        if self.rescued.is_empty() && !(self.routed && parsed.text.is_empty()) {
             self.emit(self.text.bytes.len(), &mut sink);
         }
         (std::mem::take(&mut self.ids), parsed)

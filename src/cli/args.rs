@@ -55,7 +55,7 @@ pub struct SamplingOptions {
     /// Of the text; 0 is greedy [default: 0]
     #[arg(long, value_name = "T", value_parser = temperature)]
     pub temperature: Option<f64>,
-    /// Inside a tool call [default: 0]
+    /// Of what is decided or copied and not worded: the routing line and the inside of a call [default: 0]
     #[arg(long, value_name = "T", value_parser = temperature)]
     pub call_temperature: Option<f64>,
     /// Draw only from the K likeliest tokens; 0 is off [default: 20]

@@ -212,10 +212,19 @@ impl Front {
                 self.end_line();
                 self.streamed = false;
             }
-            AgentEvent::RepeatGuarded { calls, .. } => {
+            AgentEvent::RepeatGuarded { calls, withheld, .. } => {
                 self.streamed = false;
                 let calls = describe_calls(calls);
-                self.say("2", &format!("↺ {calls} was answered already; asking for the answer"));
+                self.say(
+                    "2",
+                    &match withheld.is_empty() {
+                        true => format!("↺ {calls} was answered already; asking for the answer"),
+                        false => format!(
+                            "↺ {calls} led nowhere before; asking for a call of another tool than {}",
+                            withheld.join(", ")
+                        ),
+                    },
+                );
             }
             AgentEvent::ToolFinished { report, text, .. } => {
                 let what = describe(&report.name, &report.arguments);
@@ -448,7 +457,7 @@ mod tests {
             AgentEvent::Refused(refusal),
             call("Write", json!({"file_path": "b"}), CallOutcome::Refused, "Not allowed"),
             call("LS", json!({}), CallOutcome::Failed, "error: no such folder\nmore"),
-            AgentEvent::RepeatGuarded { calls: vec![step], reminder: String::new() },
+            AgentEvent::RepeatGuarded { calls: vec![step], reminder: String::new(), withheld: Vec::new() },
             AgentEvent::Note { text: "a note".into() },
             AgentEvent::Text { text: "It has 58 ".into() },
             AgentEvent::Text { text: "lines.".into() },

@@ -156,8 +156,10 @@ fn entry(text: &mut String, record: &Record) {
             let reminder = result.reminder.as_ref().map(|text| format!("\n[{text}]")).unwrap_or_default();
             (kind, format!("{} {} ({duration_ms} ms)\n{}{reminder}", result.call_id, result.name, result.text))
         }
-        Event::RepeatGuarded { calls, reminder, .. } => {
-            ("guarded", format!("{} was answered already: [{reminder}]", describe_calls(calls)))
+        Event::RepeatGuarded { calls, reminder, withheld, .. } => {
+            let calls = describe_calls(calls);
+            let next = if withheld.is_empty() { String::new() } else { format!(", withheld: {}", withheld.join(", ")) };
+            ("guarded", format!("{calls} was answered already: [{reminder}]{next}"))
         }
         Event::Refused { call_id, name, why, would_allow } => {
             ("refused", format!("{call_id} {name}: {why} (would allow it: {})", would_allow.join(" ")))

@@ -126,8 +126,23 @@ pub fn prepare(
     let loaded = load_model(options.model, options.quiet, runtime, stop)?;
     said.extend(loaded.said);
     let mut settings = settings(flags, sampling, loaded.habits);
+    if flags.routing.is_none() {
+        // A resumed session goes on as it was; a system prompt of the user's own is not asked to follow ours.
+        settings.habits.routing = match before {
+            Some(run) => run.settings["habits"]["routing"] == true && flags.system.is_none(),
+            None => loaded.habits.routing && flags.system.is_none(),
+        };
+    }
     let system = system.or_else(|| default_system(toolbox.specs(), settings.habits));
-    settings.habits.routing &= system.as_deref().is_some_and(shows_routing);
+    let shown = system.as_deref().is_some_and(shows_routing);
+    if flags.routing == Some(true) && !shown {
+        said.push("--routing true has no effect: the system prompt shows no routing line".into());
+    } else if flags.routing == Some(false) && shown {
+        said.push(
+            "--routing false, but the system prompt shows the routing line: the model will write it as text".into(),
+        );
+    }
+    settings.habits.routing &= shown;
     let run = RunInfo {
         cob_version: env!("CARGO_PKG_VERSION").into(),
         model: loaded.model.info(),

@@ -79,7 +79,7 @@ impl Tool for Offered {
     }
 
     async fn run(&self, _: Value, _: &ToolContext) -> ToolOutput {
-        ToolOutput::error(format!(
+        ToolOutput::final_error(format!(
             "error: the tool {} has no implementation in this run, so it has no result. Do not call it again; tell the user \
              which call you would make.",
             self.0.name

@@ -27,7 +27,7 @@ pub fn messages<'a>(events: impl IntoIterator<Item = &'a Event>) -> Vec<Message>
                         name: call.name.clone(),
                         text: String::new(),
                         is_error: true,
-                        found_nothing: false,
+                        led_nowhere: false,
                         reminder: None,
                     }));
                 }

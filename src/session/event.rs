@@ -73,8 +73,15 @@ pub enum Event {
         duration_ms: u64,
     },
     /// A reply was thrown away because it only repeated calls that had been answered. The result of `call_id`, the last one,
-    /// gets `reminder`.
-    RepeatGuarded { calls: Vec<ToolCall>, call_id: String, reminder: String, usage: Usage },
+    /// gets `reminder`. `withheld`: the tools that the next reply may not call; without any, it may call none at all.
+    RepeatGuarded {
+        calls: Vec<ToolCall>,
+        call_id: String,
+        reminder: String,
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        withheld: Vec<String>,
+        usage: Usage,
+    },
     /// Permission refused a call; its result follows.
     Refused { call_id: String, name: String, why: String, would_allow: Vec<String> },
     /// Something that must not pass in silence.

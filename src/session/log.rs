@@ -373,7 +373,7 @@ fn interrupted(call: &ToolCall, started: bool) -> ToolResult {
         name: call.name.clone(),
         text: text.into(),
         is_error: true,
-        found_nothing: false,
+        led_nowhere: false,
         reminder: None,
     }
 }

@@ -55,7 +55,7 @@ fn result(id: &str, text: &str) -> Event {
         name: "Read".into(),
         text: text.into(),
         is_error: false,
-        found_nothing: false,
+        led_nowhere: false,
         reminder: None,
     };
     Event::ToolResult { result, duration_ms: 3 }
@@ -83,6 +83,7 @@ fn every_kind() -> Vec<Event> {
             calls: vec![call("")],
             call_id: "call_1".into(),
             reminder: "answer the question now: x".into(),
+            withheld: Vec::new(),
             usage: Usage::default(),
         },
         assistant("58", &[]),
@@ -425,6 +426,7 @@ proptest! {
                         calls: vec![call("")],
                         call_id: id.to_string(),
                         reminder: "now".into(),
+                        withheld: Vec::new(),
                         usage: Usage::default(),
                     });
                 }

@@ -107,6 +107,8 @@ async fn bash(arguments: Value, context: &ToolContext) -> Result<ToolOutput, Str
         },
     }
     let is_error = !finished.success();
+    // A command that ended by itself has said something, whatever its exit code: a test that fails is an answer.
+    let led_nowhere = matches!(finished.ended, Ended::TimedOut);
     let mut text = finished.stdout.text;
     for note in notes {
         if !text.is_empty() && !text.ends_with('\n') {
@@ -115,5 +117,5 @@ async fn bash(arguments: Value, context: &ToolContext) -> Result<ToolOutput, Str
         text.push_str(&format!("[{note}]\n"));
     }
     let bounded = super::text::bounded(text, context.output_bytes_max);
-    Ok(ToolOutput { text: bounded, is_error, found_nothing: false })
+    Ok(ToolOutput { text: bounded, is_error, led_nowhere })
 }

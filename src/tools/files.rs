@@ -71,6 +71,9 @@ pub(super) fn fingerprint_of_file(path: &Path, stop: &Stop) -> Result<Fingerprin
 /// `Err` also when the path is absolute, leads nowhere, and would be right without its first slash: small models write
 /// `/Cargo.toml` for `Cargo.toml`.
 pub(super) fn absolute(context: &ToolContext, given: &str) -> Result<PathBuf, String> {
+    // A space around a name is a slip of the model's, unless there is such a file.
+    let trimmed = given.trim();
+    let given = if trimmed != given && context.cwd.join(given).symlink_metadata().is_err() { trimmed } else { given };
     let given = given.strip_prefix("file://").unwrap_or(given);
     if given.trim().is_empty() {
         return Err("The path is empty. Give the path of a file or folder, for example src/main.rs.".into());
@@ -82,9 +85,6 @@ pub(super) fn absolute(context: &ToolContext, given: &str) -> Result<PathBuf, St
         let home = std::env::var_os("HOME").ok_or("The path begins with ~, but there is no home folder.")?;
         return Ok(PathBuf::from(home).join(given[1..].trim_start_matches('/')));
     }
-    // A space around a name is a slip of the model's, unless there is such a file.
-    let trimmed = given.trim();
-    let given = if trimmed != given && context.cwd.join(given).symlink_metadata().is_err() { trimmed } else { given };
     let path = context.cwd.join(given);
     let relative = given.trim_start_matches('/');
     if Path::new(given).is_absolute() && !relative.is_empty() && path.symlink_metadata().is_err() {

@@ -83,30 +83,33 @@ struct Place {
     /// Absolute.
     base: PathBuf,
     glob: Option<String>,
-    /// The path that was given, where there is none and the whole workspace is searched in its place.
-    missing: Option<String>,
+    /// Where that is not what was asked for.
+    note: Option<String>,
 }
 
 impl Place {
     fn new(arguments: &Arguments, context: &ToolContext) -> Result<Place, String> {
-        let given = arguments.path();
+        let given = arguments.path().trim();
         let base = files::absolute(context, given)?;
-        let glob = arguments.glob.clone().filter(|glob| !glob.is_empty());
-        let exists = base.symlink_metadata().is_ok();
-        let wild = given.find(['*', '?', '[', '{']).filter(|_| !exists);
-        let (Some(wild), None) = (wild, &glob) else {
+        let glob = arguments.glob.as_deref().map(str::trim).filter(|glob| !glob.is_empty()).map(str::to_owned);
+        let missing = base
+            .symlink_metadata()
+            .is_err_and(|e| matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory));
+        let inside = base.starts_with(&context.cwd) && !base.components().any(|part| part == Component::ParentDir);
+        if !missing || !inside {
+            return Ok(Place { base, glob, note: None });
+        }
+        let named = text::shortened(given, 200);
+        let Some(wild) = given.find(['*', '?', '[', '{']) else {
             // Small models make up folders; what they look for is somewhere all the same.
-            let inside =
-                Path::new(given).components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
-            let missing = (!exists && inside).then(|| given.to_owned());
-            let base = if missing.is_some() { context.cwd.clone() } else { base };
-            return Ok(Place { base, glob, missing });
+            let note = Some(format!("{named} does not exist; searched the whole workspace."));
+            return Ok(Place { base: context.cwd.clone(), glob, note });
         };
-        let (folder, glob) = match given[..wild].rfind('/') {
-            Some(slash) => (&given[..=slash], &given[slash + 1..]),
-            None => (".", given),
-        };
-        Ok(Place { base: files::absolute(context, folder)?, glob: Some(glob.to_owned()), missing: None })
+        let slash = given[..wild].rfind('/');
+        let base = files::absolute(context, slash.map_or(".", |slash| &given[..=slash]))?;
+        let own = given[slash.map_or(0, |slash| slash + 1)..].to_owned();
+        let note = glob.as_ref().map(|glob| format!("{named} has wildcards; searched its folder for files {glob}."));
+        Ok(Place { base, glob: glob.or(Some(own)), note })
     }
 }
 
@@ -169,15 +172,21 @@ fn search(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<To
     }
     stop.check()?;
     let mut output = tally.report(mode, &arguments, place.glob.as_deref(), &files::shown(context, &base));
-    if output.found_nothing && files::absolute(context, &arguments.pattern).is_ok_and(|path| path.is_file()) {
+    if output.led_nowhere && names_a_file(&arguments.pattern, context) {
         output
             .text
             .push_str(&format!("{} is the name of a file; to see what is in it, use Read.\n", arguments.pattern));
     }
-    if let Some(missing) = &place.missing {
-        output.text.insert_str(0, &format!("{} does not exist; searched everywhere.\n", text::shortened(missing, 200)));
+    if let Some(note) = &place.note {
+        output.text.insert_str(0, &format!("{note}\n"));
     }
     Ok(output)
+}
+
+/// Of the workspace: what lies outside is none of the model's business.
+fn names_a_file(pattern: &str, context: &ToolContext) -> bool {
+    let Ok(root) = permission::resolve(&context.cwd) else { return false };
+    permission::resolve(&root.join(pattern.trim())).is_ok_and(|path| path.starts_with(&root) && path.is_file())
 }
 
 fn matcher(arguments: &Arguments) -> Result<RegexMatcher, String> {
@@ -334,7 +343,7 @@ impl Tally {
             let pattern = text::shortened(&arguments.pattern, 200);
             let hint = match (place, only.as_str()) {
                 (".", "") => String::new(),
-                _ => " Without path and glob, all files are searched.".to_owned(),
+                _ => " Without path and glob the whole workspace is searched.".to_owned(),
             };
             return ToolOutput::nothing(format!("No match for {pattern} in {place}{only}.{case}{hint}\n{skipped}"));
         }

@@ -63,21 +63,28 @@ pub struct ToolContext {
 pub struct ToolOutput {
     pub text: String,
     pub is_error: bool,
-    /// A search that worked and found nothing: the loop would rather see another call than an answer.
-    pub found_nothing: bool,
+    /// It led nowhere, and another call may lead further: the loop asks for one. Not where the result is an answer in itself (a test
+    /// that fails) or where nothing else is to be tried (a refusal).
+    pub led_nowhere: bool,
 }
 
 impl ToolOutput {
     pub fn ok(text: impl Into<String>) -> Self {
-        ToolOutput { text: text.into(), is_error: false, found_nothing: false }
+        ToolOutput { text: text.into(), is_error: false, led_nowhere: false }
     }
 
     pub fn error(text: impl Into<String>) -> Self {
-        ToolOutput { text: text.into(), is_error: true, found_nothing: false }
+        ToolOutput { text: text.into(), is_error: true, led_nowhere: true }
     }
 
+    /// An error after which the same end is not to be tried another way.
+    pub fn final_error(text: impl Into<String>) -> Self {
+        ToolOutput { text: text.into(), is_error: true, led_nowhere: false }
+    }
+
+    /// A search that worked and found nothing.
     pub fn nothing(text: impl Into<String>) -> Self {
-        ToolOutput { text: text.into(), is_error: false, found_nothing: true }
+        ToolOutput { text: text.into(), is_error: false, led_nowhere: true }
     }
 }
 

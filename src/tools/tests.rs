@@ -494,7 +494,7 @@ async fn grep_finds_by_content() {
         (json!({"pattern": "needle", "path": "target"}), "1 matching line in 1 file:\ntarget/d.txt:1:needle\n".into()),
         (
             json!({"pattern": "NEEDLE", "glob": "src/*.rs"}),
-            "No match for NEEDLE in . in files src/*.rs. Case was respected. Without path and glob, all files are searched.\n"
+            "No match for NEEDLE in . in files src/*.rs. Case was respected. Without path and glob the whole workspace is searched.\n"
                 .into(),
         ),
     ] {
@@ -519,20 +519,31 @@ async fn grep_finds_by_content() {
     for (arguments, expected) in [
         (
             json!({"pattern": "Hà Nội", "path": "none"}),
-            format!("none does not exist; searched everywhere.\n1 matching line in 1 file:\nsrc/c.md:1:Trời Hà Nội\n{skipped}"),
+            format!("none does not exist; searched the whole workspace.\n1 matching line in 1 file:\nsrc/c.md:1:Trời Hà Nội\n{skipped}"),
         ),
         (json!({"pattern": "Hà Nội", "path": "src/**/*.md"}), "1 matching line in 1 file:\nsrc/c.md:1:Trời Hà Nội\n".into()),
         (json!({"pattern": "Hà Nội", "path": " src/c.md "}), "1 matching line in 1 file:\nsrc/c.md:1:Trời Hà Nội\n".into()),
         (
             json!({"pattern": "a.txt", "path": "src"}),
-            "No match for a.txt in src. Case was respected. Without path and glob, all files are searched.\na.txt is the name \
+            "No match for a.txt in src. Case was respected. Without path and glob the whole workspace is searched.\na.txt is the name \
              of a file; to see what is in it, use Read.\n"
                 .into(),
         ),
     ] {
         assert_eq!(place.ok("Grep", arguments.clone()).await, expected, "{arguments}");
     }
-    place.fails("Grep", json!({"pattern": "x", "path": "/none/of/this"}), &["does not exist"]).await;
+    let both = json!({"pattern": "Hà Nội", "path": "src/**", "glob": "*.md"});
+    let text = place.ok("Grep", both).await;
+    assert_eq!(
+        text,
+        "src/** has wildcards; searched its folder for files *.md.\n1 matching line in 1 file:\nsrc/c.md:1:Trời Hà Nội\n"
+    );
+    for path in ["/none/of/this", "~/none-of-this", "file:///none", " /none ", "src/../../none"] {
+        place.fails("Grep", json!({"pattern": "x", "path": path}), &["does not exist"]).await;
+    }
+    // Whether a file outside exists is not told.
+    let text = place.ok("Grep", json!({"pattern": "/etc/passwd", "path": "src"})).await;
+    assert!(!text.contains("is the name of a file"), "{text}");
     // What is searched is declared, wherever the path leads.
     let grep = place.tools.get("Grep").unwrap();
     for (path, base) in [("src", "src"), ("none", ""), ("src/*.rs", "src/"), ("../none", "../none")] {

@@ -438,6 +438,10 @@ async fn a_repeated_call_that_led_nowhere_makes_room_for_another() {
     check(&[fail.clone(), fail.clone(), fail.clone(), Reply::text("no")], "no", &[&[], &[], &["Fail"], &[]], 2).await;
     // What was answered is not tried otherwise.
     check(&[read.clone(), read.clone(), Reply::text("58")], "58", &[&[], &[], &[]], 1).await;
+    // With no other tool there is nothing to make room for.
+    let mut task = Task::new([fail.clone(), fail.clone(), Reply::text("no")], [failing()]);
+    assert_eq!(task.run("go").await.answer, "no");
+    assert_eq!(task.choices(), [ToolChoice::Auto, ToolChoice::Auto, ToolChoice::None]);
     // Nor is what was refused: only the user can change that.
     let write = Double { access: |_| Ok(vec![Access::Write("out.txt".into())]), ..echo("Write", false) };
     let mut task = Task::new([call("Write", "a"), call("Write", "a"), Reply::text("I may not")], [write]);
@@ -536,6 +540,33 @@ async fn a_reminder_after_every_step_when_the_model_is_set_so() {
     let reminders: Vec<Option<String>> = task.results().into_iter().map(|r| r.reminder).collect();
     assert_eq!(reminders, [None, Some("answer the question now: Hỏi gì?".into())]);
     assert_eq!(task.choices(), [ToolChoice::Auto, ToolChoice::Auto]);
+}
+
+#[tokio::test]
+async fn a_reminder_says_what_the_result_calls_for() {
+    let check = async |tool: Double, reply: Reply, expected: Option<&str>| {
+        let mut task = Task::new([reply, Reply::text("ok")], [tool]);
+        task.agent.settings.habits.reminder = ReminderAt::AfterResult;
+        task.run("go").await;
+        let reminder = task.results()[0].reminder.clone();
+        assert_eq!(reminder.as_deref(), expected);
+    };
+    let answer = Some("answer the question now: go");
+    let retry = Some("that call failed; make another call for the task: go");
+    let search = Some("nothing was found; search otherwise, or answer that there is none: go");
+    let ending = |output: ToolOutput| {
+        double("T", true, move |_, _| {
+            let output = output.clone();
+            async move { output }
+        })
+    };
+    check(ending(ToolOutput::ok("58")), call("T", "a"), answer).await;
+    check(ending(ToolOutput::error("no such file")), call("T", "a"), retry).await;
+    check(ending(ToolOutput::nothing("no match")), call("T", "a"), search).await;
+    check(ending(ToolOutput::final_error("not here")), call("T", "a"), answer).await;
+    check(ending(ToolOutput::ok("58")), call("Unknown", "a"), retry).await;
+    let refused = Double { access: |_| Ok(vec![Access::Write("out.txt".into())]), ..echo("Write", false) };
+    check(refused, call("Write", "a"), answer).await;
 }
 
 #[tokio::test]

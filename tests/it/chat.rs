@@ -292,7 +292,7 @@ fn result(name: &str) -> ToolResult {
         name: name.into(),
         text: String::new(),
         is_error: false,
-        found_nothing: false,
+        led_nowhere: false,
         reminder: None,
     }
 }

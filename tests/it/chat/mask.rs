@@ -430,6 +430,7 @@ fn a_routing_line_decides_before_anything_is_written() {
                 logits[next_token(kit, b"\"") as usize] = 2.0;
                 logits[next_token(kit, b"}") as usize] = 2.0;
             });
+            assert!(!outcome.parsed.calls.is_empty() || outcome.parsed.text.is_empty(), "{:?}", outcome.parsed);
             for call in &outcome.parsed.calls {
                 assert!(
                     tools().iter().any(|tool| tool.name == call.name) && !withheld.contains(&call.name),
@@ -437,6 +438,35 @@ fn a_routing_line_decides_before_anything_is_written() {
                 );
             }
             assert!(!outcome.parsed.text.contains("Tool:"), "{:?}", outcome.parsed);
+        }
+    }
+}
+
+#[test]
+fn a_withheld_call_is_led_away_from_and_an_answer_is_never_blank() {
+    for kit in kits() {
+        // A foreign call of what is withheld, after the routing line, then white space, then words.
+        let foreign = "Answer:\n\n{\"name\": \"search_blog\", \"arguments\": {}}";
+        let withheld = ["search_blog".to_owned()];
+        let mask = mask(kit, &tools(), ToolChoice::Auto, true).withhold(&withheld).routing(true);
+        let mut longest = 0;
+        let outcome = drive(kit, mask, 200, |ids, logits| {
+            longest = longest.max(ids.len());
+            // Once it has been led away it answers, after a blank of its own.
+            let wish = if ids.len() < longest { "Answer: ế Paris" } else { foreign };
+            let wish = if ids.len() < longest && ids.len() > 2 { "Answer: ế Paris" } else { wish };
+            writer(kit, &[wish, "Answer: ế Paris", "Answer:\nế Paris"])(ids, logits);
+        });
+        assert!(outcome.rewinds >= 1 && outcome.parsed.calls.is_empty(), "{:?}", outcome.parsed);
+        assert!(!outcome.parsed.text.trim().is_empty(), "{:?}", outcome.parsed);
+    }
+    // A model that would end its turn at once, or after a blank, says something.
+    for (routing, wish) in [(true, "Answer:"), (true, "Answer:\n"), (false, "")] {
+        for kit in kits() {
+            let mask = mask(kit, &tools(), ToolChoice::None, true).prose(true).routing(routing);
+            let outcome = drive(kit, mask, 20, writer(kit, &[wish]));
+            let text = outcome.parsed.text.trim().to_owned();
+            assert!(!text.is_empty() && !text.starts_with(['{', '<', '`']), "{wish:?}: {:?}", outcome.parsed);
         }
     }
 }
