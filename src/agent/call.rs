@@ -208,7 +208,7 @@ impl Run<'_, '_> {
         }
     }
 
-    fn tool_context(&self) -> ToolContext {
+    pub fn tool_context(&self) -> ToolContext {
         ToolContext {
             cwd: self.agent.cwd.clone(),
             cancel: self.stop.token().child_token(),

@@ -23,17 +23,28 @@ pub(super) enum Answer {
     Refused,
 }
 
+/// What a call does to the world.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Effect {
+    Reads,
+    /// It writes files, and nothing else.
+    Writes,
+    /// Anything.
+    Runs,
+}
+
 /// The keys of the calls that have an answer which still holds, an error or a refusal included: again it would end so.
 /// They were made since the last user message, and no call that may change something ran after them: to read a file again
-/// after an edit, or to run a test again, is no repeat.
+/// after an edit, or to run a test again, is no repeat. To write the same into the same file again is one whatever came between:
+/// it would undo that.
 pub(super) fn answered<'a>(
     events: impl IntoIterator<Item = &'a Event>,
-    read_only: impl Fn(&str) -> bool,
+    effect: impl Fn(&ToolCall) -> Effect,
 ) -> BTreeMap<String, Answer> {
     let mut calls: HashMap<&str, &ToolCall> = HashMap::new();
     let mut started: HashSet<&str> = HashSet::new();
     let mut refused: HashSet<&str> = HashSet::new();
-    let mut answered = BTreeMap::new();
+    let mut answered: BTreeMap<String, (Answer, Effect)> = BTreeMap::new();
     for event in events {
         match event {
             Event::User { .. } => {
@@ -50,8 +61,9 @@ pub(super) fn answered<'a>(
             Event::ToolResult { result, .. } => {
                 let Some(call) = calls.get(result.call_id.as_str()) else { continue };
                 let ran = started.contains(call.id.as_str());
-                if ran && !read_only(&call.name) {
-                    answered.clear();
+                let effect = effect(call);
+                if ran && effect != Effect::Reads {
+                    answered.retain(|_, (_, effect)| *effect == Effect::Writes);
                 }
                 let refused = refused.contains(call.id.as_str());
                 if ran || refused {
@@ -60,13 +72,13 @@ pub(super) fn answered<'a>(
                         true => Answer::Useless,
                         false => Answer::Useful,
                     };
-                    answered.insert(key(call), answer);
+                    answered.insert(key(call), (answer, effect));
                 }
             }
             _ => {}
         }
     }
-    answered
+    answered.into_iter().map(|(key, (answer, _))| (key, answer)).collect()
 }
 
 /// What stands after a result so that the model answers. `question` is the user's text.
@@ -111,8 +123,8 @@ mod tests {
         assert_ne!(key(&call("1", "A", json!({}))), key(&call("1", "B", json!({}))));
     }
 
-    /// `script`: one letter a call: `r`/`s` two different reads, `w` a write; upper case is an error, `!` after it a call that
-    /// did not run; `u` a user message. → the letters whose answers still hold.
+    /// `script`: one letter a call: `r`/`s` two different reads, `x` a command, `w` a write; upper case is an error, `!` after it a
+    /// call that did not run; `u` a user message. → the letters whose answers still hold.
     fn check(script: &str, expected: &str) {
         let mut events = Vec::new();
         let letters: Vec<char> = script.chars().collect();
@@ -137,8 +149,12 @@ mod tests {
                 ToolResult { call_id: id, name, text: String::new(), is_error, led_nowhere: is_error, reminder: None };
             events.push(Event::ToolResult { result, duration_ms: 0 });
         }
-        let answered = answered(&events, |name| name != "w");
-        let mut found: Vec<char> = "rsw".chars().filter(|c| answered.contains_key(&format!("{c} {{}}"))).collect();
+        let answered = answered(&events, |call| match call.name.as_str() {
+            "w" => Effect::Writes,
+            "x" => Effect::Runs,
+            _ => Effect::Reads,
+        });
+        let mut found: Vec<char> = "rswx".chars().filter(|c| answered.contains_key(&format!("{c} {{}}"))).collect();
         found.sort_unstable();
         assert_eq!(found.into_iter().collect::<String>(), expected, "{script}");
     }
@@ -156,6 +172,11 @@ mod tests {
         check("uw!", "");
         check("uru", "");
         check("urwr", "rw");
+        check("ux", "x");
+        check("urx", "x");
+        check("uwx", "wx");
+        check("uxw", "w");
+        check("uWrw", "w");
     }
 
     #[test]

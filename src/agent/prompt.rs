@@ -36,7 +36,11 @@ const EXAMPLES: &[Example] = &[
         answer: "data.csv has 3 lines.",
         ..call("How many lines does data.csv have?", "Read", r#"{"file_path": "data.csv"}"#)
     },
-    call("Read story.txt and summarise it.", "Read", r#"{"file_path": "story.txt"}"#),
+    Example {
+        result: "1\tA crow held a piece of cheese. A fox praised its voice; the crow sang, and the cheese fell.",
+        answer: "A fox gets a crow's cheese by flattery.",
+        ..call("Read story.txt and summarise it.", "Read", r#"{"file_path": "story.txt"}"#)
+    },
     Example {
         result: "1\t{\"title\": \"Walden\"}",
         answer: "The title is Walden.",

@@ -1,6 +1,7 @@
 //! One task: the main path of the loop.
 
 use std::collections::{BTreeMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use super::call::Repeats;
@@ -8,7 +9,8 @@ use super::task::catch_panic;
 use super::{Agent, AgentEvent, Observer, Outcome, Stop, guard};
 use crate::chat::{Completion, CompletionRequest, Delta, ModelError};
 use crate::context;
-use crate::message::{AssistantMessage, FinishReason, StopReason, ToolChoice, Usage};
+use crate::message::{AssistantMessage, FinishReason, StopReason, ToolCall, ToolChoice, Usage};
+use crate::permission::Access;
 use crate::session::{Event, Session, SessionError};
 
 /// How long a completion that was told to stop may take to end by itself.
@@ -225,7 +227,22 @@ impl<'a, 'o> Run<'a, 'o> {
     }
 
     pub fn answered(&self) -> BTreeMap<String, guard::Answer> {
-        guard::answered(self.session.events(), |name| self.agent.toolbox.read_only(name))
+        guard::answered(self.session.events(), |call| self.effect(call))
+    }
+
+    fn effect(&self, call: &ToolCall) -> guard::Effect {
+        let Some(entry) = self.agent.toolbox.find(&call.name) else { return guard::Effect::Runs };
+        if entry.tool.read_only() {
+            return guard::Effect::Reads;
+        }
+        let context = self.tool_context();
+        let access = catch_unwind(AssertUnwindSafe(|| entry.tool.access(&call.arguments, &context)));
+        match access {
+            Ok(Ok(access)) if !access.is_empty() && access.iter().all(|a| matches!(a, Access::Write(_))) => {
+                guard::Effect::Writes
+            }
+            _ => guard::Effect::Runs,
+        }
     }
 
     /// Throws a reply away. `withheld`: the tools that the next reply may not call; none of them where it may call none at all.

@@ -55,6 +55,20 @@ impl Tool for Edit {
     }
 }
 
+/// Small models leave `old_string` empty when they want to add a line at the end.
+fn nothing_to_replace(name: &str, bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes);
+    match text.lines().rev().find(|line| !line.trim().is_empty()).filter(|line| line.len() <= 200) {
+        Some(last) => format!(
+            "old_string is empty. To add text at the end of {name}, give its last line as old_string, and as new_string that line, a \
+             line break and the new text. The last line is: {last}"
+        ),
+        None => format!(
+            "old_string is empty. Give the text of {name} that is to be replaced, or write the whole file with Write."
+        ),
+    }
+}
+
 /// The file is held three times.
 const FILE_BYTES_MAX: u64 = 32 << 20;
 const BOM: &str = "\u{feff}";
@@ -63,15 +77,13 @@ fn edit(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Stri
     let path = files::resolved(context, &arguments.file_path)?;
     let before = files::regular(context, &path)?;
     let name = files::shown(context, &path);
-    if arguments.old_string.is_empty() {
-        return Err(format!(
-            "old_string is empty. Give the text of {name} that is to be replaced; to add lines, give a line that stands beside them and repeat it in new_string. To write the whole file use Write."
-        ));
-    }
     if before.len() > FILE_BYTES_MAX {
         return Err(format!("{name} has {} bytes; Edit takes up to {FILE_BYTES_MAX}. Use Bash.", before.len()));
     }
     let bytes = fs::read(&path).map_err(|error| files::could_not("read", &path, error))?;
+    if arguments.old_string.is_empty() {
+        return Err(nothing_to_replace(&name, &bytes));
+    }
     // The unique match proves that the model knows the place, so a file that was never read may be edited.
     if context.files.compare(&path, &files::fingerprint(&bytes)) == Seen::Otherwise {
         return Err(format!(
@@ -106,7 +118,7 @@ fn edit(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Stri
     let (changed, firsts) = file.replaced(&places, old.len(), &new);
     stop.check()?;
     files::replace(&path, changed.as_bytes(), Some(&before))?;
-    context.files.note(&path, files::fingerprint(changed.as_bytes()));
+    context.files.note_edited(&path, files::fingerprint(changed.as_bytes()));
     Ok(report(&changed, &firsts, new.matches('\n').count() + 1, &name, context.output_bytes_max))
 }
 

@@ -15,7 +15,8 @@ use crate::permission;
 /// Path → what the model last saw of it. `Edit` and `Write` refuse a file that is no longer that.
 #[derive(Default)]
 pub struct FileViews {
-    seen: Mutex<HashMap<PathBuf, Fingerprint>>,
+    /// The fingerprint, and whether `Edit` made it.
+    seen: Mutex<HashMap<PathBuf, (Fingerprint, bool)>>,
 }
 
 /// The SHA-256 of a file's bytes: a touched file is not a changed one, and a change within the clock's step is one.
@@ -25,24 +26,31 @@ pub type Fingerprint = [u8; 32];
 pub enum Seen {
     Never,
     AsItIs,
+    /// It is as `Edit` left it; the whole was not looked at since.
+    Edited,
     Otherwise,
 }
 
 impl FileViews {
     /// `path`: resolved.
     pub fn note(&self, path: &Path, now: Fingerprint) {
-        self.lock().insert(path.to_path_buf(), now);
+        self.lock().insert(path.to_path_buf(), (now, false));
+    }
+
+    pub fn note_edited(&self, path: &Path, now: Fingerprint) {
+        self.lock().insert(path.to_path_buf(), (now, true));
     }
 
     pub fn compare(&self, path: &Path, now: &Fingerprint) -> Seen {
         match self.lock().get(path) {
             None => Seen::Never,
-            Some(seen) if seen == now => Seen::AsItIs,
+            Some((seen, true)) if seen == now => Seen::Edited,
+            Some((seen, false)) if seen == now => Seen::AsItIs,
             Some(_) => Seen::Otherwise,
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<PathBuf, Fingerprint>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<PathBuf, (Fingerprint, bool)>> {
         self.seen.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }

@@ -169,6 +169,7 @@ fn search(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<To
     } else {
         files::regular(context, &base)?;
         file(&base, &mut tally);
+        tally.one_file = true;
     }
     stop.check()?;
     let mut output = tally.report(mode, &arguments, place.glob.as_deref(), &files::shown(context, &base));
@@ -241,6 +242,8 @@ struct Tally {
     binary: usize,
     unreadable: usize,
     not_files: usize,
+    /// A file was searched, and no folder.
+    one_file: bool,
 }
 
 impl Sink for Hits<'_> {
@@ -343,6 +346,7 @@ impl Tally {
             let pattern = text::shortened(&arguments.pattern, 200);
             let hint = match (place, only.as_str()) {
                 (".", "") => String::new(),
+                _ if self.one_file => format!(" To see {place}, use Read."),
                 _ => " Without path and glob the whole workspace is searched.".to_owned(),
             };
             return ToolOutput::nothing(format!("No match for {pattern} in {place}{only}.{case}{hint}\n{skipped}"));

@@ -352,7 +352,7 @@ async fn edit_explains_what_it_refuses() {
     fs::write(place.path("latin1.txt"), b"caf\xe9\n").unwrap();
     let edit = |path: &str, old: &str, new: &str| json!({"file_path": path, "old_string": old, "new_string": new});
     for (arguments, parts) in [
-        (edit("f.rs", "", "x"), &["old_string is empty", "Write"][..]),
+        (edit("f.rs", "", "x"), &["old_string is empty", "at the end of f.rs", "The last line is: "][..]),
         (edit("f.rs", "fn", "fn"), &["are the same"]),
         (edit("f.rs", "let x = 2;", "y"), &["occurs 2 times", "lines 7, 8", "replace_all"]),
         (edit("f.rs", "    let total = 1;", "y"), &["differs only in tabs and spaces", "2\t\tlet total = 1;"]),
@@ -404,6 +404,20 @@ async fn ls_lists_one_folder() {
     let note =
         format!("[... {} more not shown; use Glob with a pattern for a part of them]\n[a: 2001 files]\n", 2001 - shown);
     assert!(text.ends_with(&note), "{text}");
+}
+
+#[tokio::test]
+async fn what_edit_did_is_not_lost_to_a_write() {
+    let place = Place::new(&[("f", "apple\ncherry\n")]);
+    let write = || json!({"file_path": "f", "content": "banana\n"});
+    place.fails("Write", write(), &["was not read yet"]).await;
+    place.ok("Edit", json!({"file_path": "f", "old_string": "cherry", "new_string": "cherry\nbanana"})).await;
+    place.fails("Write", write(), &["was changed with Edit", "Read"]).await;
+    // A second edit knows what the first did.
+    place.ok("Edit", json!({"file_path": "f", "old_string": "apple", "new_string": "pear"})).await;
+    place.ok("Read", json!({"file_path": "f"})).await;
+    place.ok("Write", write()).await;
+    assert_eq!(fs::read_to_string(place.path("f")).unwrap(), "banana\n");
 }
 
 #[tokio::test]

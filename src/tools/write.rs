@@ -73,6 +73,12 @@ fn write(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Str
                         "{name} already exists and was not read yet, so nothing was written. To replace it, call Read on it and then Write again; to change a part of it, use Edit."
                     ));
                 }
+                Seen::Edited => {
+                    return Err(format!(
+                        "{name} was changed with Edit and not read since, so nothing was written: what Edit did would be lost. To \
+                         replace it all the same, call Read on it and then Write again."
+                    ));
+                }
                 Seen::Otherwise => {
                     return Err(format!(
                         "{name} has changed since it was last read, so nothing was written. Call Read on it, then Write again."
