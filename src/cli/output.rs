@@ -350,9 +350,7 @@ pub fn describe_calls(calls: &[ToolCall]) -> String {
 }
 
 fn summary(outcome: CallOutcome, text: &str) -> String {
-    let lines = text.lines().count();
     match outcome {
-        CallOutcome::Ok if lines > 1 => format!("{lines} lines"),
         CallOutcome::Ok => one_line(text),
         CallOutcome::Repeated => "answered already".into(),
         CallOutcome::Refused => "refused".into(),
@@ -474,7 +472,7 @@ mod tests {
         let (out, err) = show(false, false, false);
         assert_eq!(out, "It has 58 lines.\n");
         insta::assert_snapshot!(err, @r"
-        ● Read a[2J (rescued) → 3 lines
+        ● Read a[2J (rescued) → 1 …
           refused: it writes (allow it with --allow 'Edit(it'\''s)')
         ● Write b → refused
         ● LS → no such folder …

@@ -108,7 +108,7 @@ fn the_answer_goes_to_standard_output_and_the_rest_to_standard_error() {
     let model = home.script(json!([read_notes(), {"text": "Nó có 3 dòng."}]));
     let ran = home.ran(&["run", "--model", &model, "How many lines?"]);
     assert_eq!((ran.code, ran.out.as_str()), (Some(0), "Nó có 3 dòng.\n"), "{}", ran.err);
-    assert!(ran.err.contains("● Read notes.txt → "), "{}", ran.err);
+    assert!(ran.err.contains("● Read notes.txt → notes.txt has 3 lines …"), "{}", ran.err);
     let last = ran.err.lines().last().unwrap();
     assert!(last.starts_with("2 turns · ") && last.contains(" s · session "), "{last}");
     assert!(!ran.err.contains('\x1b'), "no colour where there is no terminal");
