@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # 20 everyday tasks of one to three steps on the real model, judged by files and facts.
 #
-#   scripts/everyday.sh [--model ID|FILE] [--seeds N] [--variants full,no-rescue,no-guard] [--only NAME,…] [--json FILE]
+#   scripts/everyday.sh [--model ID|FILE] [--set tasks|held-out] [--seeds N] [--temperature T] [--variants full,no-rescue,no-guard]
+#                       [--only NAME,…] [--json FILE] [--verbose] [--flag=--FLAG-OF-THE-RUNNER …]
 #
-# Defaults: the default model, five seeds at temperature 0.7, all three variants. Prints a line a task and the rates.
+# Defaults: the default model, five seeds at temperature 0.7, all three variants. Prints a line a task and the rates. The tasks are
+# those that prompts and settings were chosen on; `--set held-out` has 20 others.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-target}

@@ -14,6 +14,27 @@
 //! * [`agent`]: the loop, one turn, one tool call, limits.
 //! * [`config`]: the user's settings file.
 //! * [`cli`]: the front end.
+//!
+//! # Arrows
+//! Each room may use those on its right, and every room may use [`message`]; `tests/it/tidy.rs` holds them to it.
+//!
+//! ```text
+//! cli → agent → context → session → chat → engine → model
+//!       agent → tools → permission, process
+//! cli → hub → process
+//! cli, config → all that has settings
+//! ```
+//!
+//! # Invariants
+//! 1. [`model`] and [`engine`] know no roles, text, JSON or tools. [`agent`] knows no candle.
+//! 2. Only [`session`] writes the log. Only [`process`] starts children. Only front ends print.
+//! 3. A turn's rendered prompt is a token prefix of the next turn's. The assistant event keeps the sampled ids: re-encoding decoded
+//!    text need not reproduce them.
+//! 4. Whatever enters the context has a stated token bound. Nothing is cut without a logged event that says so.
+//! 5. A tool never returns `Err` to the loop: expected failures are data that the model can act on.
+//! 6. Every loop has a limit, and its end is a named [`message::StopReason`]. Hitting a limit is never reported as success.
+//! 7. Text that did not come from us (user, tool result, file) is encoded so that it cannot produce a control token.
+//! 8. What the harness skips, refuses, defers or falls back from, it says.
 
 pub mod agent;
 pub mod chat;

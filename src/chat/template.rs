@@ -70,6 +70,8 @@ pub struct Template {
     tokenizer: Arc<Tokenizer>,
     /// What stands in the system turn when there is no system message; empty when the template has nothing.
     default_system: String,
+    /// The source had a known fault, which was repaired.
+    repaired: bool,
 }
 
 impl fmt::Debug for Template {
@@ -103,7 +105,9 @@ impl Template {
             )));
         }
         let source = repaired(source);
-        let mut template = Template { source: source.as_ref().into(), tokenizer, default_system: String::new() };
+        let repaired = matches!(source, std::borrow::Cow::Owned(_));
+        let mut template =
+            Template { source: source.as_ref().into(), tokenizer, default_system: String::new(), repaired };
         let bare = template.render(&[Message::User { text: String::new() }], &[], false)?;
         if let Some(rest) = bare.text.strip_prefix("<|im_start|>system\n")
             && let Some(end) = rest.find("<|im_end|>")
@@ -134,6 +138,11 @@ impl Template {
             )
         })?;
         Template::new(source, tokenizer)
+    }
+
+    /// Whether the file's template has the fault of doubled braces, and single ones are used in its place.
+    pub fn is_repaired(&self) -> bool {
+        self.repaired
     }
 
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {

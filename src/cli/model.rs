@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use super::progress::Progress;
 use super::signals::Signals;
+use crate::chat::qwen::ChatFormat;
 use crate::hub::{DEFAULT_MODEL, Hub, HubError, HubSettings, Kind, Record, human_bytes};
 use crate::model::config::Config;
 use crate::model::kv::BLOCK;
@@ -249,8 +250,20 @@ fn inside(path: &Path) -> Vec<(&'static str, String)> {
                 ("vocabulary", vocab.to_string()),
                 ("trained context", format!("{context} tokens, RoPE base {rope_theta}")),
                 ("kv bytes a token", config.kv_shape(KvType::F16).bytes(BLOCK).div_euclid(BLOCK).to_string()),
-                ("runs here", "yes".to_owned()),
             ]);
+            lines.extend(match ChatFormat::open(path, Some(vocab)) {
+                Ok(format) if format.template.is_repaired() => {
+                    vec![(
+                        "chat template",
+                        "shows calls with doubled braces, a known fault; single ones are used".into(),
+                    )]
+                }
+                Ok(_) => vec![],
+                Err(why) => vec![("runs here", format!("no chat: {why}"))],
+            });
+            if lines.iter().all(|(label, _)| *label != "runs here") {
+                lines.push(("runs here", "yes".to_owned()));
+            }
         }
     }
     lines

@@ -54,3 +54,21 @@ fn the_default_files_template_is_repaired() {
     let header = |path: &std::path::Path| ChatFormat::open(path, None).unwrap().template.header_tokens().unwrap();
     assert_eq!((header(&small), header(&default)), (77, 77));
 }
+
+#[test]
+fn model_info_says_what_is_in_the_file() {
+    let (Some(small), Some(default)) = (model_file(SMALL), model_file(DEFAULT)) else { return };
+    let info = |path: &std::path::Path| {
+        let done =
+            Command::new(env!("CARGO_BIN_EXE_cob")).args(["model", "info", "--json"]).arg(path).output().unwrap();
+        serde_json::from_slice::<Value>(&done.stdout).unwrap()
+    };
+    let (small, default) = (info(&small), info(&default));
+    assert_eq!(small["tensors"], "133 Q5_0, 13 Q8_0, 12 Q4_K, 12 Q6_K, 121 F32");
+    assert_eq!(default["tensors"], "169 Q4_K, 29 Q6_K, 141 F32");
+    assert_eq!((&small["runs_here"], &default["runs_here"]), (&"yes".into(), &"yes".into()));
+    assert_eq!((&small["kv_bytes_a_token"], &default["kv_bytes_a_token"]), (&"12288".into(), &"28672".into()));
+    assert!(
+        small.get("chat_template").is_none() && default["chat_template"].as_str().unwrap().contains("doubled braces")
+    );
+}
