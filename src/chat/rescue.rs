@@ -197,6 +197,8 @@ const ARGUMENT_KEYS: &[&str] = &["arguments", "parameters"];
 const WRAPPER_KEYS: &[&str] = &["function", "function_call", "tool_call", "tool_calls", "function_calls"];
 /// The value says nothing about whether this is a call.
 const NEUTRAL_KEYS: &[&str] = &["type", "id", "call_id"];
+/// The value says nothing either, but a tool's definition has it too: what follows must be no schema.
+const DESCRIPTION_KEY: &str = "description";
 
 struct Cursor<'a> {
     text: &'a str,
@@ -333,8 +335,9 @@ impl<'a> Cursor<'a> {
         }
         let mut name: Option<String> = None;
         let mut arguments = false;
+        let mut described = false;
         loop {
-            let keys = [NAME_KEYS, ARGUMENT_KEYS, WRAPPER_KEYS, NEUTRAL_KEYS];
+            let keys = [NAME_KEYS, ARGUMENT_KEYS, WRAPPER_KEYS, NEUTRAL_KEYS, &[DESCRIPTION_KEY]];
             let key = self.string(|partial, complete| {
                 keys.iter()
                     .flat_map(|k| k.iter())
@@ -344,6 +347,9 @@ impl<'a> Cursor<'a> {
             if ARGUMENT_KEYS.contains(&key) {
                 arguments = true;
                 if let Some(name) = name {
+                    if described && key == "parameters" {
+                        self.no_schema()?;
+                    }
                     return Ok(name);
                 }
                 self.expect(b':')?;
@@ -352,6 +358,9 @@ impl<'a> Cursor<'a> {
                 self.expect(b':')?;
                 let next = self.peek()?;
                 if NEUTRAL_KEYS.contains(&key) {
+                    self.skip_value()?;
+                } else if key == DESCRIPTION_KEY && next != b'{' && !arguments {
+                    described = true;
                     self.skip_value()?;
                 } else if WRAPPER_KEYS.contains(&key) && matches!(next, b'{' | b'[') {
                     return self.calls(depth + 1);
@@ -372,6 +381,19 @@ impl<'a> Cursor<'a> {
                 b',' => self.at += 1,
                 _ => return Err(Stop::No),
             }
+        }
+    }
+
+    /// What comes are arguments and not the JSON Schema of arguments.
+    fn no_schema(&mut self) -> Result<(), Stop> {
+        self.expect(b':')?;
+        self.expect(b'{')?;
+        let key = self.string(|_, _| true)?;
+        self.expect(b':')?;
+        match key.as_str() {
+            "$schema" | "properties" => Err(Stop::No),
+            "type" if matches!(self.peek()?, b'"' | b'\'') && self.string(|_, _| true)? == "object" => Err(Stop::No),
+            _ => Ok(()),
         }
     }
 
@@ -515,6 +537,16 @@ mod tests {
         call(r#"{"tool_calls": [{"name": "Read", "arguments": {}}]}"#, 0, "Read");
         call(r#"[{"name": "Read", "arguments": {}}, {"name": "Read"}]"#, 0, "Read");
         call(r#"{"name": "weather.now-2", "arguments": {}}"#, 0, "weather.now-2");
+        // The definition of the tool, filled in; and the definition itself, which is none.
+        call(r#"{"name": "Read", "description": "Reads a.", "parameters": {"file_path": "a"}}"#, 0, "Read");
+        call(r#"{"name": "Read", "description": "", "parameters": {"type": "object-like"}}"#, 0, "Read");
+        call(r#"{"description": "Reads.", "name": "Read", "arguments": {}}"#, 0, "Read");
+        check(
+            r#"{"name": "Read", "description": "Reads a.", "parameters": {"type": "object", "properties": {}}}"#,
+            Scan::Clear,
+        );
+        check(r#"{"name": "Read", "description": "Reads a.", "parameters": {"properties": {"a": {}}}}"#, Scan::Clear);
+        check(r#"{"name": "Read", "description": "Reads a.", "parameters": ["a"]}"#, Scan::Clear);
         call(r#"{"name": "tìm_kiếm", "arguments": {}}"#, 0, "tìm_kiếm");
         call(r#"{"name": "\u641c\u7d22", "arguments": {}}"#, 0, "搜索");
         call("```json\n{\"name\": \"Read\", \"arguments\": {}}\n```", 0, "Read");
