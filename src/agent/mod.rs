@@ -8,10 +8,11 @@
 //!   error result that tells the model what to do next; the loop goes on.
 //! * Everything is in the log before it matters: that a tool is about to run, before it runs.
 //! * Every end is a [`StopReason`]; only [`StopReason::Answer`] is success.
-//! * **Repeats**: a step that consists of calls already answered in this task (same name, same arguments, no error, and
-//!   nothing that may change the answer ran in between) is thrown away; the last result gets a reminder to answer, and the
-//!   reply is made again with the calls masked out. Where only some calls of a step are such repeats, the others run and
-//!   the repeats are answered with a pointer to the result above. `Settings::guard` turns both off.
+//! * **Repeats**: a step that consists of calls already answered in this task (same name, same arguments, and nothing ran in
+//!   between that may change the answer) is thrown away and made again. Where those calls had led nowhere, their tools are
+//!   withheld for that reply; otherwise, or if the model insists, the last result gets a reminder to answer and calls are
+//!   masked out. Where only some calls of a step are such repeats, the others run and the repeats are answered with a
+//!   pointer to the result above. `Settings::guard` turns all of it off.
 
 mod call;
 mod guard;
