@@ -8,10 +8,10 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Parser;
-use cob::agent::{shows_routing, system_prompt};
+use cob::agent::instruct;
 use cob::chat::qwen::{Options, Qwen};
 use cob::chat::{Completion, CompletionRequest, LanguageModel};
-use cob::hub::{Hub, HubSettings, Resolved};
+use cob::hub::{Hub, HubSettings};
 use cob::message::{FinishReason, Habits, Message, Sampling, ToolCall, ToolChoice, ToolSpec};
 use cob::model::{Backend, KvType};
 use serde_json::{Map, Value, json};
@@ -213,20 +213,15 @@ fn tools(case: &Value) -> Vec<ToolSpec> {
         .collect()
 }
 
-/// The case's messages, below the system prompt that `cob run` gives these tools unless the case brings its own.
-fn messages(case: &Value, tools: &[ToolSpec], habits: Habits) -> Option<Vec<Message>> {
-    let mut messages: Vec<Message> = case["question"][0]
-        .as_array()?
-        .iter()
-        .map(|m| {
-            let text = m["content"].as_str().unwrap_or_default().to_owned();
-            if m["role"] == "system" { Message::System { text } } else { Message::User { text } }
-        })
-        .collect();
-    if !matches!(messages.first(), Some(Message::System { .. })) {
-        messages.insert(0, Message::System { text: system_prompt(tools, habits.routing) });
-    }
-    Some(messages)
+/// The case's messages and the habits that go with them, as in `cob run`; a system prompt of the case's own is `--system`.
+fn messages(case: &Value, tools: &[ToolSpec], habits: Habits) -> Option<(Vec<Message>, Habits)> {
+    let text = |m: &Value| m["content"].as_str().unwrap_or_default().to_owned();
+    let (system, users): (Vec<&Value>, Vec<&Value>) =
+        case["question"][0].as_array()?.iter().partition(|m| m["role"] == "system");
+    let given = system.into_iter().map(text).reduce(|all, next| all + "\n\n" + &next);
+    let (system, habits) = instruct(given, tools, habits);
+    let system = system.map(|text| Message::System { text });
+    Some((system.into_iter().chain(users.into_iter().map(|m| Message::User { text: text(m) })).collect(), habits))
 }
 
 /// What `--out` gets for a case; with `--both` the line says which of the two it is.
@@ -250,25 +245,22 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         *threads = a.threads;
     }
     let hub = Hub::new(HubSettings::from_env()?);
-    let (path, of_model) = match hub.resolve(Some(&a.model), None, None, &Default::default(), &mut |_| {})? {
-        Resolved::Ready(model) => (model.path, model.manifest.map(|manifest| manifest.agent).unwrap_or_default()),
-        Resolved::NeedsPull(_) => return Err(format!("{} is not here; fetch it: cob model pull {0}", a.model).into()),
-    };
+    let found = hub.installed(&a.model)?;
+    let of_model = found.habits();
     let habits = Habits {
         routing: a.routing.unwrap_or(of_model.routing),
         optional_margin: a.optional_margin.unwrap_or(of_model.optional_margin),
         ..of_model
     };
-    let id = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let model = Qwen::open(
-        &path,
+        &found.path,
         Options {
             backend,
             kv_type: KvType::F16,
             context_tokens: 32_768,
             cache_bytes: 64 << 20,
-            id,
-            digest: String::new(),
+            id: found.id,
+            digest: found.digest,
         },
     )?;
     let mut out = match &a.out {
@@ -300,7 +292,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         for (n, line) in text.lines().enumerate().take(a.limit.unwrap_or(usize::MAX)) {
             let case: Value = serde_json::from_str(line).map_err(|e| format!("{}:{}: {e}", path.display(), n + 1))?;
             let tools = tools(&case);
-            let messages =
+            let (messages, habits) =
                 messages(&case, &tools, habits).ok_or_else(|| format!("{}:{}: no question", path.display(), n + 1))?;
             let truth = case["ground_truth"].as_array();
             graded &= truth.is_some();
@@ -311,7 +303,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
                     tool_choice: ToolChoice::Auto,
                     withheld: Vec::new(),
                     prose: false,
-                    routing: habits.routing && matches!(&messages[0], Message::System { text } if shows_routing(text)),
+                    routing: habits.routing,
                     optional_margin: habits.optional_margin,
                     sampling: Sampling::default(),
                     max_output_tokens: a.max_output_tokens,

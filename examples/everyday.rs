@@ -11,10 +11,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
-use cob::agent::{Agent, Settings, Stop, Toolbox, shows_routing, system_prompt};
+use cob::agent::{Agent, Settings, Stop, Toolbox, instruct};
 use cob::chat::LanguageModel;
 use cob::chat::qwen::{Options, Qwen};
-use cob::hub::{Hub, HubSettings, Resolved};
+use cob::hub::{Hub, HubSettings};
 use cob::message::{Habits, ReminderAt, Sampling};
 use cob::model::{Backend, KvType};
 use cob::permission::{Headless, Mode, Permissions, Rules};
@@ -64,22 +64,20 @@ struct Task {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let a = Arguments::parse();
     let hub = Hub::new(HubSettings::from_env()?);
-    let (path, of_model) = match hub.resolve(Some(&a.model), None, None, &Default::default(), &mut |_| {})? {
-        Resolved::Ready(model) => (model.path, model.manifest.map(|manifest| manifest.agent).unwrap_or_default()),
-        Resolved::NeedsPull(_) => return Err(format!("{} is not here; fetch it: cob model pull {0}", a.model).into()),
-    };
+    let found = hub.installed(&a.model)?;
+    let of_model = found.habits();
     let model: Arc<dyn LanguageModel> = Arc::new(Qwen::open(
-        &path,
+        &found.path,
         Options {
             backend: Backend::cpu(),
             kv_type: KvType::F16,
             context_tokens: 32_768,
             cache_bytes: 1 << 30,
-            id: a.model.clone(),
-            digest: String::new(),
+            id: found.id,
+            digest: found.digest,
         },
     )?);
-    let mut habits = Habits {
+    let habits = Habits {
         reminder: a.reminder.unwrap_or(of_model.reminder),
         routing: a.routing.unwrap_or(of_model.routing),
         optional_margin: a.optional_margin.unwrap_or(of_model.optional_margin),
@@ -98,8 +96,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             ..base
         };
         let (toolbox, _) = Toolbox::new(Tools::builtin(None)?.iter().cloned().collect());
-        let system = a.system.clone().unwrap_or_else(|| system_prompt(toolbox.specs(), habits.routing));
-        habits.routing &= shows_routing(&system);
+        let (system, habits) = instruct(a.system.clone(), toolbox.specs(), habits);
         let settings = Settings {
             sampling,
             timeout: Some(Duration::from_secs(a.timeout)),
@@ -117,7 +114,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             sampling,
             cwd: cwd.display().to_string(),
             tools: toolbox.specs().to_vec(),
-            system: Some(system),
+            system,
             settings: serde_json::to_value(&settings)?,
         };
         let mut session = Session::create(sessions.path(), run)?;

@@ -1,17 +1,18 @@
 //! A tool of your own and one run, on the library.
 //!
-//! `cargo run --release --example own_tool -- MODEL.gguf "How warm is it in Hanoi?"`
+//! `cargo run --release --example own_tool -- MODEL "How warm is it in Hanoi?"`, MODEL an id (`cob model list`) or a GGUF file.
 //!
 //! Without arguments a scripted model plays the part of the real one, so the example runs anywhere.
 
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use cob::agent::{Agent, Settings, Stop, Toolbox};
+use cob::agent::{Agent, Settings, Stop, Toolbox, instruct};
 use cob::chat::LanguageModel;
 use cob::chat::qwen::{Options, Qwen};
 use cob::chat::scripted::{Reply, Scripted};
-use cob::message::ToolSpec;
+use cob::hub::{Hub, HubSettings};
+use cob::message::{Habits, ToolSpec};
 use cob::model::{Backend, KvType};
 use cob::permission::{Access, Headless, Mode, Permissions, Rules};
 use cob::session::{RunInfo, Session};
@@ -54,22 +55,24 @@ impl Tool for Thermometer {
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
-    let model: Arc<dyn LanguageModel> = match arguments.next() {
-        Some(path) => {
+    let (model, habits): (Arc<dyn LanguageModel>, Habits) = match arguments.next() {
+        Some(name) => {
+            let found = Hub::new(HubSettings::from_env()?).installed(&name)?;
+            let habits = found.habits();
             let options = Options {
                 backend: Backend::cpu(),
                 kv_type: KvType::F16,
                 context_tokens: 4096,
                 cache_bytes: 256 << 20,
-                id: path.clone(),
-                digest: String::new(),
+                id: found.id,
+                digest: found.digest,
             };
-            Arc::new(Qwen::open(path.as_ref(), options)?)
+            (Arc::new(Qwen::open(&found.path, options)?), habits)
         }
-        None => Arc::new(Scripted::new([
-            Reply::call("thermometer", json!({"city": "Hanoi"})),
-            Reply::text("It is 31 °C in Hanoi."),
-        ])),
+        None => {
+            let replies = [Reply::call("thermometer", json!({"city": "Hanoi"})), Reply::text("It is 31 °C in Hanoi.")];
+            (Arc::new(Scripted::new(replies)), Habits::default())
+        }
     };
     let task = arguments.next().unwrap_or_else(|| "How warm is it in Hanoi?".into());
 
@@ -77,7 +80,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (toolbox, left_out) = Toolbox::new(vec![Arc::new(tool)]);
     assert!(left_out.is_empty(), "{left_out:?}");
     let cwd = std::env::current_dir()?;
-    let settings = Settings::default();
+    let (system, habits) = instruct(None, toolbox.specs(), habits);
+    let settings = Settings { habits, ..Settings::default() };
     let sessions = tempfile::tempdir()?;
     let mut session = Session::create(
         sessions.path(),
@@ -87,7 +91,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             sampling: settings.sampling,
             cwd: cwd.display().to_string(),
             tools: toolbox.specs().to_vec(),
-            system: None,
+            system,
             settings: serde_json::to_value(&settings)?,
         },
     )?;

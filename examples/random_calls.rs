@@ -4,8 +4,6 @@
 //! Ten random sets of tools (nested objects, arrays, enums, patterns, bounds, non-Latin names and values), calls required,
 //! temperature 1.5 with no cut, another seed for each completion. A call that the output limit cut is none and is counted apart.
 
-use std::path::PathBuf;
-
 use clap::Parser;
 use cob::chat::qwen::{Options, Qwen};
 use cob::chat::{CompletionRequest, LanguageModel};
@@ -86,7 +84,7 @@ fn tools(random: &mut Random) -> Vec<ToolSpec> {
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let a = Arguments::parse();
     let hub = Hub::new(HubSettings::from_env()?);
-    let path = hub.path(&a.model).unwrap_or_else(|_| PathBuf::from(&a.model));
+    let path = hub.installed(&a.model)?.path;
     let options = Options {
         backend: Backend::cpu(),
         kv_type: KvType::F16,

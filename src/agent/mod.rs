@@ -29,7 +29,7 @@ use std::time::Duration;
 use serde::Serialize;
 use serde_json::Value;
 
-pub use prompt::{shows_routing, system_prompt};
+pub use prompt::{instruct, shows_routing};
 pub use stop::Stop;
 pub use toolbox::Toolbox;
 

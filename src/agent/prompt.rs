@@ -4,10 +4,14 @@
 use std::fmt::Write;
 
 use crate::chat::{ROUTE_ANSWER, ROUTE_TOOL};
-use crate::message::ToolSpec;
+use crate::message::{Habits, ToolSpec};
 
-const ABOUT: &str = "You are cob, an agent with tools. When a task needs a tool, call it; when its result is there, answer in one \
-                     short sentence.";
+/// Where no tool is one of ours: examples of other tools are copied, names and all.
+const ABOUT: &str = "You are cob, an agent. When one of the listed tools fits the task, your whole reply is {\"name\": the tool, \
+                     \"arguments\": {...}}, with nothing before it or after it. Do not explain how a tool is used: use it. Use \
+                     only the tools that are listed, by their exact names. Take the values of arguments from the task, word \
+                     for word. When a tool's result is there, answer in one short sentence. When none of the tools does what \
+                     the task asks, call none and answer in words.";
 const ABOUT_FILES: &str = "You are cob, an agent that works in the user's folder with tools. A reply names a tool and calls it, or \
                      answers. When a task is about a file, a folder or a command, call a tool first; when its result is \
                      there, answer in one short sentence.";
@@ -67,23 +71,16 @@ const EXAMPLES: &[Example] = &[
     answer("Hi", "Hello! What can I do for you?"),
 ];
 
-/// Shown where no tool is one of ours.
-const STRANGE: &[Example] = &[
-    call("What is the weather in Oslo?", "get_weather", r#"{"city": "Oslo"}"#),
-    call("Send Ann the message: lunch at 12", "send_message", r#"{"to": "Ann", "text": "lunch at 12"}"#),
-    call("Compute 15% of 80.", "percent_of", r#"{"percent": 15, "number": 80}"#),
-];
-
 /// The system prompt for these tools. With `routing`, and where a tool of the examples is offered, the examples begin with the
 /// routing line ([`crate::chat::CompletionRequest::routing`]).
-pub fn system_prompt(tools: &[ToolSpec], routing: bool) -> String {
+fn system_prompt(tools: &[ToolSpec], routing: bool) -> String {
     let offered = |name: &str| tools.iter().any(|tool| tool.name == name);
     let shown = |example: &&Example| example.call.is_none_or(|(tool, _)| offered(tool));
-    let known = EXAMPLES.iter().any(|example| example.call.is_some_and(|(tool, _)| offered(tool)));
-    let routing = routing && known;
-    let mut text = format!("{} Examples:\n", if known { ABOUT_FILES } else { ABOUT });
-    let strange = if known { &[] } else { STRANGE };
-    for Example { task, call, result, answer } in strange.iter().chain(EXAMPLES.iter().filter(shown)) {
+    if !EXAMPLES.iter().any(|example| example.call.is_some_and(|(tool, _)| offered(tool))) {
+        return ABOUT.to_owned();
+    }
+    let mut text = format!("{ABOUT_FILES} Examples:\n");
+    for Example { task, call, result, answer } in EXAMPLES.iter().filter(shown) {
         let _ = write!(text, "\n{task}\n");
         if let Some((tool, arguments)) = call {
             if routing {
@@ -97,6 +94,14 @@ pub fn system_prompt(tools: &[ToolSpec], routing: bool) -> String {
         }
     }
     text
+}
+
+/// The system prompt of a run, and the habits that go with it: `given`, else ours where a tool is offered. The routing line
+/// stays on only under a prompt that shows it.
+pub fn instruct(given: Option<String>, tools: &[ToolSpec], habits: Habits) -> (Option<String>, Habits) {
+    let system = given.or_else(|| (!tools.is_empty()).then(|| system_prompt(tools, habits.routing)));
+    let routing = habits.routing && system.as_deref().is_some_and(shows_routing);
+    (system, Habits { routing, ..habits })
 }
 
 /// Whether a system prompt shows the routing line. A model that was not shown it always says that it answers.
@@ -132,5 +137,11 @@ mod tests {
         insta::assert_snapshot!(system_prompt(&specs, true));
         let plain = system_prompt(&specs, false);
         assert!(!plain.contains("Tool:") && !plain.contains("Answer:") && !plain.contains("Bash"), "{plain}");
+
+        let strange =
+            [ToolSpec { name: "get_weather".into(), description: String::new(), parameters: serde_json::Value::Null }];
+        let (text, habits) = instruct(None, &strange, Habits { routing: true, ..Habits::default() });
+        assert!(!habits.routing && !text.unwrap().contains("Examples"));
+        assert_eq!(instruct(None, &[], Habits::default()).0, None);
     }
 }

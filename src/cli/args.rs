@@ -117,7 +117,7 @@ pub struct AgentOptions {
     /// End the task when the same call is made so many times in a row
     #[arg(long, value_name = "N", default_value = "3", value_parser = positive)]
     pub max_repeats: usize,
-    /// Leave a call in a foreign form as text
+    /// Leave a call in a foreign form, such as bare JSON, as text
     #[arg(long)]
     pub no_rescue: bool,
     /// When the model is reminded to answer: when it repeats a call, or after every result [default: what suits the model]

@@ -10,11 +10,11 @@ use serde_json::json;
 use super::args::ModelOptions;
 use super::setup::{self, Fault};
 use super::{pretty, show, tool_file};
-use crate::agent::Stop;
+use crate::agent::{Stop, instruct};
 use crate::chat::template::Prompt;
 use crate::context;
 use crate::hub::Folders;
-use crate::message::{Message, ToolSpec};
+use crate::message::{Habits, Message, ToolSpec};
 use crate::session::{self, Event};
 use crate::tools::Tools;
 
@@ -41,6 +41,9 @@ pub struct RenderArgs {
     /// The system prompt [default: cob's own with tools, the model's without]
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
+    /// Whether cob's own system prompt shows the routing line [default: what suits the model]
+    #[arg(long, value_name = "BOOL")]
+    routing: Option<bool>,
     /// The built-in tools to offer, separated by commas; `none` for none [default: all, or those of the session]
     #[arg(long, value_name = "NAMES")]
     tools: Option<String>,
@@ -129,7 +132,8 @@ fn rendered(args: &RenderArgs) -> Result<String, Fault> {
     };
     let (template, habits) = setup::load_template(&args.model, &Stop::new())?;
     if !messages.iter().any(|message| matches!(message, Message::System { .. }))
-        && let Some(text) = setup::default_system(&tools, habits)
+        && let (Some(text), _) =
+            instruct(None, &tools, Habits { routing: args.routing.unwrap_or(habits.routing), ..habits })
     {
         messages.insert(0, Message::System { text });
     }

@@ -11,7 +11,7 @@ use super::args::Device;
 use super::args::{AgentOptions, ModelOptions, SamplingOptions};
 use super::progress::Progress;
 use super::{model as model_command, scripted, tool_file};
-use crate::agent::{Agent, Settings, Stop, Toolbox, shows_routing, system_prompt};
+use crate::agent::{Agent, Settings, Stop, Toolbox, instruct, shows_routing};
 use crate::chat::LanguageModel;
 use crate::chat::qwen::{self, ChatFormat, Qwen};
 use crate::chat::template::Template;
@@ -133,7 +133,8 @@ pub fn prepare(
             None => loaded.habits.routing && flags.system.is_none(),
         };
     }
-    let system = system.or_else(|| default_system(toolbox.specs(), settings.habits));
+    let (system, habits) = instruct(system, toolbox.specs(), settings.habits);
+    settings.habits = habits;
     let shown = system.as_deref().is_some_and(shows_routing);
     if flags.routing == Some(true) && !shown {
         said.push("--routing true has no effect: the system prompt shows no routing line".into());
@@ -142,7 +143,6 @@ pub fn prepare(
             "--routing false, but the system prompt shows the routing line: the model will write it as text".into(),
         );
     }
-    settings.habits.routing &= shown;
     let run = RunInfo {
         cob_version: env!("CARGO_PKG_VERSION").into(),
         model: loaded.model.info(),
@@ -179,11 +179,6 @@ fn workspace(flag: Option<&Path>, session: Option<&Path>) -> Result<PathBuf, Fau
     found.map_err(|why| {
         Fault::usage(format!("cannot work in {}: {why}; give the folder to work in with --cwd", wanted.display()))
     })
-}
-
-/// The system prompt when nobody gives one. Without tools it is the model's own.
-pub fn default_system(tools: &[ToolSpec], habits: Habits) -> Option<String> {
-    (!tools.is_empty()).then(|| system_prompt(tools, habits.routing))
 }
 
 /// The built-in tools that are asked for, then those of the tool file.
@@ -285,7 +280,7 @@ pub fn load_model(options: &ModelOptions, quiet: bool, runtime: &Runtime, stop: 
         return Ok(Loaded { model, habits: Habits::default(), said: Vec::new() });
     }
     let found = find_model(options, quiet, stop)?;
-    let habits = habits(&found);
+    let habits = found.habits();
     let options = options.clone();
     let loading = runtime.spawn_blocking(move || load_qwen(&found, &options));
     let (model, said) = runtime.block_on(async {
@@ -295,10 +290,6 @@ pub fn load_model(options: &ModelOptions, quiet: bool, runtime: &Runtime, stop: 
         }
     })?;
     Ok(Loaded { model, habits, said })
-}
-
-fn habits(found: &hub::Model) -> Habits {
-    found.manifest.as_ref().map(|manifest| manifest.agent).unwrap_or_default()
 }
 
 /// What the flag or the environment names.
@@ -435,5 +426,5 @@ fn backend(options: &ModelOptions) -> Result<Backend, Fault> {
 pub fn load_template(options: &ModelOptions, stop: &Stop) -> Result<(Template, Habits), Fault> {
     let found = find_model(options, false, stop)?;
     let format = ChatFormat::open(&found.path, None).map_err(Fault::refused)?;
-    Ok((format.template, habits(&found)))
+    Ok((format.template, found.habits()))
 }

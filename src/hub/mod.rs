@@ -24,6 +24,7 @@ pub use memory::{available_bytes, memory_check};
 pub use pull::Pulled;
 pub use record::{Checked, FileRecord, Record, Stamp};
 
+use crate::message::Habits;
 use record::hash_file;
 
 /// What this room needs to know of its surroundings. Deliberately without `Debug`: it holds a token.
@@ -212,6 +213,13 @@ pub struct Model {
     pub digest: String,
 }
 
+impl Model {
+    /// How the loop treats it: by its manifest, else plainly.
+    pub fn habits(&self) -> Habits {
+        self.manifest.as_ref().map(|manifest| manifest.agent).unwrap_or_default()
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     Gguf,
@@ -361,6 +369,20 @@ impl Hub {
             manifest: Some(manifest.clone()),
             digest: record.digest(),
         }))
+    }
+
+    /// The model that an id or a path names, where it is on disk already.
+    ///
+    /// # Errors
+    /// [`Kind::NotInstalled`], and those of [`Hub::resolve`].
+    pub fn installed(&self, name: &str) -> Result<Model, HubError> {
+        match self.resolve(Some(name), None, None, &CancellationToken::new(), &mut |_| {})? {
+            Resolved::Ready(model) => Ok(model),
+            Resolved::NeedsPull(missing) => Err(HubError::new(
+                Kind::NotInstalled,
+                format!("{0} is not here; fetch it with `cob model pull {0}`", missing.id),
+            )),
+        }
     }
 
     fn resolve_path(

@@ -11,6 +11,7 @@ mod example;
 mod forward;
 mod golden;
 mod hub;
+mod readme;
 mod real;
 mod real_run;
 mod tidy;
