@@ -128,6 +128,18 @@ struct Rates {
     right: usize,
     rescued: usize,
     cut: usize,
+    in_text: usize,
+}
+
+/// Whether a text holds a call as an object somewhere: what a reader without a grammar would make of it.
+fn calls_in_text(text: &str, tools: &[ToolSpec]) -> bool {
+    let objects = text.match_indices('{').filter_map(|(at, _)| {
+        serde_json::Deserializer::from_str(&text[at..]).into_iter::<Value>().next().and_then(Result::ok)
+    });
+    objects.into_iter().any(|object| {
+        let filled = object.get("arguments").or(object.get("parameters")).is_some_and(Value::is_object);
+        filled && tools.iter().any(|tool| object["name"] == tool.name.as_str())
+    })
 }
 
 /// Calls against the expected set: (tools right, arguments right).
@@ -161,6 +173,7 @@ impl Rates {
         self.called += !calls.is_empty() as usize;
         self.cut += (done.finish == FinishReason::Length) as usize;
         self.rescued += calls.iter().any(|c| c.rescued) as usize;
+        self.in_text += (calls.is_empty() && calls_in_text(&done.message.text, tools)) as usize;
         for call in calls {
             self.emitted += 1;
             let valid = tools
@@ -183,7 +196,8 @@ impl Rates {
             "cases": self.cases, "calls": self.emitted, "schema_valid": rate(self.valid, self.emitted),
             "call_rate": rate(self.called, self.cases), "right_tool": graded(self.right_tool),
             "right": graded(self.right), "rescued": rate(self.rescued, self.cases),
-            "no_call": rate(self.cases - self.called, self.cases), "cut": self.cut,
+            "no_call": rate(self.cases - self.called, self.cases), "in_text": rate(self.in_text, self.cases),
+            "cut": self.cut,
         })
     }
 }
@@ -191,7 +205,7 @@ impl Rates {
 fn print_row(name: &str, row: &Value) {
     let percent = |key: &str| row[key].as_f64().map_or("–".into(), |x| format!("{:.1}%", 100.0 * x));
     println!(
-        "{name:<28} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
+        "{name:<28} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8} {:>8} {:>8}",
         row["cases"],
         percent("schema_valid"),
         percent("call_rate"),
@@ -199,6 +213,7 @@ fn print_row(name: &str, row: &Value) {
         percent("right"),
         percent("rescued"),
         percent("no_call"),
+        percent("in_text"),
     );
 }
 
@@ -277,8 +292,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     if !a.json {
         println!(
-            "{:<28} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
-            "file", "cases", "valid", "called", "tool", "right", "rescued", "no call"
+            "{:<28} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8} {:>8} {:>8}",
+            "file", "cases", "valid", "called", "tool", "right", "rescued", "no call", "in text"
         );
     }
     for path in files {

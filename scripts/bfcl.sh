@@ -3,9 +3,11 @@
 #
 #   scripts/bfcl.sh DIR [--model ID|FILE] [--json] [--out FILE] [--only STEM,…] [--limit N] [--no-rescue | --both]
 #
-# Rates: schema-valid over emitted calls; called, right tool, right (tool and arguments) over cases. No tool is run.
+# Rates: schema-valid over emitted calls; called, right tool, right (tool and arguments) over cases. No tool is run. "in text": the
+# text of a case without a call holds one as JSON all the same; with --both that of the rows without rescue is what the model's
+# unconstrained text gives.
 set -euo pipefail
-[ $# -ge 1 ] || { sed -n '2,6p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,8p' "$0" >&2; exit 2; }
 dir=$(realpath "$1"); shift
 model=qwen2.5-coder-1.5b-instruct-q4_k_m args=()
 while [ $# -gt 0 ]; do

@@ -209,6 +209,9 @@ def main():
     args = p.parse_args()
     tasks, files = SETS[args.set]
     names = args.only.split(",") if args.only else list(tasks)
+    unknown = [name for name in names if name not in tasks]
+    if unknown:
+        p.error(f"--only: no task {', '.join(unknown)} in {args.set}; there are {', '.join(tasks)}")
     log = open(args.json, "w", encoding="utf-8") if args.json else None
     for variant in args.variants.split(","):
         runner = Runner(args, VARIANTS[variant])

@@ -8,5 +8,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-target}
 cargo build --release --quiet --bin cob --example random_calls
-"$target/release/cob" model pull qwen2.5-coder-0.5b-instruct-q4_k_m >/dev/null
+model=qwen2.5-coder-0.5b-instruct-q4_k_m
+for ((i = 1; i < $#; i++)); do
+  if [ "${!i}" = --model ]; then j=$((i + 1)) && model=${!j}; fi
+done
+[ -e "$model" ] || "$target/release/cob" model pull "$model" >/dev/null
 exec "$target/release/examples/random_calls" "$@"

@@ -11,6 +11,7 @@ use super::setup::Fault;
 use super::{pretty, show};
 use crate::config::Config;
 use crate::hub::{self, Hub, HubSettings, human_bytes};
+use crate::model::Backend;
 
 #[derive(Args)]
 pub struct DoctorArgs {
@@ -45,6 +46,7 @@ fn examine(args: &DoctorArgs) -> Result<Value, Fault> {
         "version": env!("CARGO_PKG_VERSION"),
         "cpu": {
             "cores": std::thread::available_parallelism().map_or(1, usize::from),
+            "kernels": Backend::cpu().name(),
             "features": cpu_features(),
         },
         "gpu": gpu(),
@@ -118,7 +120,8 @@ fn table(found: &Value) -> String {
     let mut text = format!("cob       {}\n", found["version"].as_str().unwrap_or_default());
     let features: Vec<&str> =
         found["cpu"]["features"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    let _ = writeln!(text, "cpu       {} cores, {}", found["cpu"]["cores"], features.join(" "));
+    let kernels = found["cpu"]["kernels"].as_str().unwrap_or_default();
+    let _ = writeln!(text, "cpu       {} cores, kernels {kernels} (of {})", found["cpu"]["cores"], features.join(" "));
     let _ = writeln!(text, "gpu       {}", found["gpu"]["state"].as_str().unwrap_or_default());
     let memory = found["memory"]["available_bytes"].as_u64().map_or("unknown".into(), human_bytes);
     let _ = writeln!(text, "memory    {memory} free");
