@@ -106,7 +106,7 @@ impl Run<'_, '_> {
                 last_of_step && at + 1 == calls.len() && self.agent.settings.habits.reminder == ReminderAt::AfterResult;
             let reminder = reminded.then(|| match done.output.led_nowhere {
                 true => guard::retry(&self.question(), done.output.is_error),
-                false => self.reminder(),
+                false => guard::reminder(&self.question(), self.effect(call)),
             });
             self.log_result(call, done, reminder)?;
         }

@@ -1,9 +1,9 @@
-//! Small models, given a tool's result, often make the same call again instead of answering. This file knows which calls
-//! are such repeats.
+//! Small models, given a tool's result, often make the same call again instead of answering, or write the task down. This file
+//! knows such repeats.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use crate::message::{ToolCall, json_canonical};
+use crate::message::{ToolCall, ToolResult, json_canonical};
 use crate::session::Event;
 
 /// The length of the user's question in a reminder, in characters.
@@ -36,7 +36,7 @@ pub(super) enum Effect {
 /// The keys of the calls that have an answer which still holds, an error or a refusal included: again it would end so.
 /// They were made since the last user message, and no call that may change something ran after them: to read a file again
 /// after an edit, or to run a test again, is no repeat. To write the same into the same file again is one whatever came between:
-/// it would undo that.
+/// it would undo that. A write that failed may be made again once a file was read, which is what its error asks for.
 pub(super) fn answered<'a>(
     events: impl IntoIterator<Item = &'a Event>,
     effect: impl Fn(&ToolCall) -> Effect,
@@ -65,6 +65,9 @@ pub(super) fn answered<'a>(
                 if ran && effect != Effect::Reads {
                     answered.retain(|_, (_, effect)| *effect == Effect::Writes);
                 }
+                if effect == Effect::Reads && !result.led_nowhere {
+                    answered.retain(|_, answer| *answer != (Answer::Useless, Effect::Writes));
+                }
                 let refused = refused.contains(call.id.as_str());
                 if ran || refused {
                     let answer = match result.led_nowhere {
@@ -81,9 +84,50 @@ pub(super) fn answered<'a>(
     answered.into_iter().map(|(key, (answer, _))| (key, answer)).collect()
 }
 
+/// What the last call of the task gave; `None` where none has a result yet.
+pub(super) fn last_answer<'a>(events: impl DoubleEndedIterator<Item = &'a Event>) -> Option<Answer> {
+    let mut last: Option<&ToolResult> = None;
+    for event in events.rev() {
+        match (event, last) {
+            (Event::User { .. }, _) => break,
+            (Event::ToolResult { result, .. }, None) => last = Some(result),
+            (Event::Refused { call_id, .. }, Some(result)) if *call_id == result.call_id => {
+                return Some(Answer::Refused);
+            }
+            _ => {}
+        }
+    }
+    last.map(|result| if result.led_nowhere { Answer::Useless } else { Answer::Useful })
+}
+
+/// Whether a reply is the task over again, whatever its case, spaces and punctuation.
+pub(super) fn echoes(reply: &str, question: &str) -> bool {
+    let words = |text: &str| -> Vec<String> {
+        text.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty()).map(str::to_lowercase).collect()
+    };
+    let reply = words(reply);
+    !reply.is_empty() && reply == words(question)
+}
+
 /// What stands after a result so that the model answers. `question` is the user's text.
-pub(super) fn reminder(question: &str) -> String {
-    format!("answer the question now: {}", bounded(question))
+pub(super) fn reminder(question: &str, effect: Effect) -> String {
+    match effect {
+        Effect::Writes => {
+            format!("if all is done, say in one short sentence what was done; if not, go on: {}", bounded(question))
+        }
+        _ => format!("answer the question now: {}", bounded(question)),
+    }
+}
+
+/// What stands after the last result once a reply has only repeated the task.
+pub(super) fn own_words(last: Answer) -> &'static str {
+    match last {
+        Answer::Useful => "say to the user in one short sentence what was done or found",
+        Answer::Useless => {
+            "the last call failed; say to the user in one short sentence what could not be done, and why"
+        }
+        Answer::Refused => "the last call was not allowed; say to the user in one short sentence what was not done",
+    }
 }
 
 /// What stands after a call that led nowhere, so that the model tries something else.
@@ -107,7 +151,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::message::{AssistantMessage, FinishReason, ToolResult, Usage};
+    use crate::message::{AssistantMessage, FinishReason, Usage};
 
     fn call(id: &str, name: &str, arguments: Value) -> ToolCall {
         ToolCall { id: id.into(), name: name.into(), arguments, rescued: false }
@@ -177,12 +221,25 @@ mod tests {
         check("uwx", "wx");
         check("uxw", "w");
         check("uWrw", "w");
+        check("uWr", "r");
+        check("uWR", "rw");
+        check("uWxr", "rx");
+    }
+
+    #[test]
+    fn an_echo_is_the_task_and_nothing_else() {
+        let check =
+            |reply: &str, task: &str, expected: bool| assert_eq!(echoes(reply, task), expected, "{reply:?} {task:?}");
+        check("Sửa tệp a.txt", " sửa  tệp A.txt. ", true);
+        check("I changed a.txt.", "change a.txt", false);
+        check("change a.txt: done", "change a.txt", false);
+        check("", "?", false);
     }
 
     #[test]
     fn the_reminder_is_bounded_in_characters() {
-        assert_eq!(reminder(" How many? "), "answer the question now: How many?");
-        let long = reminder(&"ế".repeat(301));
+        assert_eq!(reminder(" How many? ", Effect::Reads), "answer the question now: How many?");
+        let long = reminder(&"ế".repeat(301), Effect::Runs);
         assert_eq!(long.chars().filter(|&c| c == 'ế').count(), 300);
         assert!(long.ends_with('…'));
     }

@@ -121,7 +121,8 @@ impl<'a, 'o> Run<'a, 'o> {
     }
 
     /// One reply of the model, logged. A reply that only repeats is thrown away: where the repeated call led nowhere, its tool is
-    /// withheld and another one asked for; where it was answered, or the model insists, calls are masked out.
+    /// withheld and another one asked for; where it was answered, or the model insists, calls are masked out. So is a reply
+    /// that is the task over again.
     async fn step(&mut self) -> Result<AssistantMessage, End> {
         let mut reply = self.complete(self.tool_choice(), Vec::new()).await?;
         if let Some(repeat) = self.repeated(&reply)
@@ -134,8 +135,15 @@ impl<'a, 'o> Run<'a, 'o> {
             }
         }
         if let Some(repeat) = self.repeated(&reply) {
-            self.discard(reply, repeat.call_id, self.reminder(), Vec::new())?;
+            self.discard(reply, repeat.call_id, guard::reminder(&self.question(), guard::Effect::Reads), Vec::new())?;
             reply = self.complete(ToolChoice::None, Vec::new()).await?;
+        }
+        if let Some((call_id, last)) = self.echoed(&reply) {
+            self.discard(reply, call_id, guard::own_words(last).into(), Vec::new())?;
+            reply = self.complete(ToolChoice::None, Vec::new()).await?;
+            if self.echoed(&reply).is_some() {
+                self.note("the model's answer is the task over again; the last result says what was done".into())?;
+            }
         }
         self.record(reply)
     }
@@ -220,8 +228,23 @@ impl<'a, 'o> Run<'a, 'o> {
         let answered = self.answered();
         let answers: Option<Vec<_>> = calls.iter().map(|call| answered.get(&guard::key(call)).copied()).collect();
         let useless = answers?.into_iter().all(|answer| answer == guard::Answer::Useless);
+        Some(Repeat { call_id: self.last_result()?, useless })
+    }
+
+    /// Where a reply after a result is the task over again: the result's call, and what it gave.
+    fn echoed(&self, reply: &Completion) -> Option<(String, guard::Answer)> {
+        let message = &reply.message;
+        if !self.agent.settings.guard || !message.calls.is_empty() || !guard::echoes(&message.text, &self.question()) {
+            return None;
+        }
+        let last = guard::last_answer(self.session.events())?;
+        Some((self.last_result()?, last))
+    }
+
+    /// The call of the last result.
+    fn last_result(&self) -> Option<String> {
         self.session.events().rev().find_map(|event| match event {
-            Event::ToolResult { result, .. } => Some(Repeat { call_id: result.call_id.clone(), useless }),
+            Event::ToolResult { result, .. } => Some(result.call_id.clone()),
             _ => None,
         })
     }
@@ -230,7 +253,7 @@ impl<'a, 'o> Run<'a, 'o> {
         guard::answered(self.session.events(), |call| self.effect(call))
     }
 
-    fn effect(&self, call: &ToolCall) -> guard::Effect {
+    pub fn effect(&self, call: &ToolCall) -> guard::Effect {
         let Some(entry) = self.agent.toolbox.find(&call.name) else { return guard::Effect::Runs };
         if entry.tool.read_only() {
             return guard::Effect::Reads;
@@ -257,10 +280,6 @@ impl<'a, 'o> Run<'a, 'o> {
         let (shown, said, names) = (calls.clone(), reminder.clone(), withheld.clone());
         (self.observer)(&AgentEvent::RepeatGuarded { calls: shown, reminder: said, withheld: names });
         self.log(Event::RepeatGuarded { calls, call_id, reminder, withheld, usage })
-    }
-
-    pub fn reminder(&self) -> String {
-        guard::reminder(&self.question())
     }
 
     /// What the user asked last.

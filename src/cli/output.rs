@@ -214,13 +214,14 @@ impl Front {
             }
             AgentEvent::RepeatGuarded { calls, withheld, .. } => {
                 self.streamed = false;
-                let calls = describe_calls(calls);
+                let repeated = describe_calls(calls);
                 self.say(
                     "2",
                     &match withheld.is_empty() {
-                        true => format!("↺ {calls} was answered already; asking for the answer"),
+                        true if calls.is_empty() => "↺ that was the task over again; asking for an answer".into(),
+                        true => format!("↺ {repeated} was answered already; asking for the answer"),
                         false => format!(
-                            "↺ {calls} led nowhere before; asking for a call of another tool than {}",
+                            "↺ {repeated} led nowhere before; asking for a call of another tool than {}",
                             withheld.join(", ")
                         ),
                     },

@@ -157,9 +157,12 @@ fn entry(text: &mut String, record: &Record) {
             (kind, format!("{} {} ({duration_ms} ms)\n{}{reminder}", result.call_id, result.name, result.text))
         }
         Event::RepeatGuarded { calls, reminder, withheld, .. } => {
-            let calls = describe_calls(calls);
+            let what = match calls.as_slice() {
+                [] => "the reply was the task over again".into(),
+                calls => format!("{} was answered already", describe_calls(calls)),
+            };
             let next = if withheld.is_empty() { String::new() } else { format!(", withheld: {}", withheld.join(", ")) };
-            ("guarded", format!("{calls} was answered already: [{reminder}]{next}"))
+            ("guarded", format!("{what}: [{reminder}]{next}"))
         }
         Event::Refused { call_id, name, why, would_allow } => {
             ("refused", format!("{call_id} {name}: {why} (would allow it: {})", would_allow.join(" ")))

@@ -318,7 +318,9 @@ pub fn find_model(options: &ModelOptions, quiet: bool, stop: &Stop) -> Result<hu
         Resolved::Ready(model) => return Ok(model),
         Resolved::NeedsPull(missing) => missing,
     };
-    progress.event(hub::HubEvent::Note(fetching(&missing)));
+    if !hub.settings().offline {
+        progress.event(hub::HubEvent::Note(fetching(&missing)));
+    }
     hub.pull(&missing.id, None, stop.token(), &mut |event| progress.event(event)).map_err(stopped)?;
     match resolve(&mut progress).map_err(stopped)? {
         Resolved::Ready(model) => Ok(model),
