@@ -104,9 +104,10 @@ impl Run<'_, '_> {
             });
             let reminded =
                 last_of_step && at + 1 == calls.len() && self.agent.settings.habits.reminder == ReminderAt::AfterResult;
-            let reminder = reminded.then(|| match done.output.led_nowhere {
-                true => guard::retry(&self.question(), done.output.is_error),
-                false => guard::reminder(&self.question(), self.effect(call)),
+            let reminder = reminded.then(|| match (done.outcome, done.output.led_nowhere) {
+                (CallOutcome::Refused, _) => guard::own_words(guard::Answer::Refused).to_owned(),
+                (_, true) => guard::retry(&self.question(), done.output.is_error),
+                (_, false) => guard::reminder(&self.question(), self.effect(call)),
             });
             self.log_result(call, done, reminder)?;
         }

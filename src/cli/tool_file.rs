@@ -80,8 +80,7 @@ impl Tool for Offered {
 
     async fn run(&self, _: Value, _: &ToolContext) -> ToolOutput {
         ToolOutput::final_error(format!(
-            "error: the tool {} has no implementation in this run, so it has no result. Do not call it again; tell the user \
-             which call you would make.",
+            "{} was called, but nothing stands behind it in this run: there is no result.",
             self.0.name
         ))
     }

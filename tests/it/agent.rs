@@ -566,7 +566,35 @@ async fn a_reminder_says_what_the_result_calls_for() {
     check(ending(ToolOutput::final_error("not here")), call("T", "a"), answer).await;
     check(ending(ToolOutput::ok("58")), call("Unknown", "a"), retry).await;
     let refused = Double { access: |_| Ok(vec![Access::Write("out.txt".into())]), ..echo("Write", false) };
-    check(refused, call("Write", "a"), answer).await;
+    let not_allowed = Some("the last call was not allowed; say to the user in one short sentence what was not done");
+    check(refused, call("Write", "a"), not_allowed).await;
+    let writes = Double { access: |_| Ok(vec![Access::Read("out.txt".into())]), ..echo("Write", false) };
+    check(writes, call("Write", "a"), answer).await;
+}
+
+#[tokio::test]
+async fn an_answer_that_is_the_task_over_again_is_thrown_away_once() {
+    let check = async |replies: &[Reply], tool: Double, answer: &str, asked: &[&str], notes: usize| {
+        let mut task = Task::new(replies.to_vec(), [tool]);
+        let outcome = task.run("Sửa tệp a.").await;
+        assert_eq!((outcome.stop_reason, outcome.answer.as_str()), (StopReason::Answer, answer));
+        let events: Vec<Event> = task.session.events().cloned().collect();
+        let guarded = events.iter().filter_map(|event| match event {
+            Event::RepeatGuarded { calls, reminder, .. } if calls.is_empty() => Some(reminder.as_str()),
+            _ => None,
+        });
+        assert_eq!(guarded.collect::<Vec<_>>(), asked);
+        assert_eq!(events.iter().filter(|event| matches!(event, Event::Note { .. })).count(), notes);
+    };
+    let (tool, echoed) = (|| call("T", "a"), || Reply::text("sửa  tệp A"));
+    let done = "say to the user in one short sentence what was done or found";
+    check(&[tool(), echoed(), Reply::text("Xong.")], echo("T", true), "Xong.", &[done], 0).await;
+    check(&[tool(), echoed(), echoed()], echo("T", true), "sửa  tệp A", &[done], 1).await;
+    let failed = "the last call failed; say to the user in one short sentence what could not be done, and why";
+    let failing = double("T", true, |_, _| async { ToolOutput::error("no") });
+    check(&[tool(), echoed(), Reply::text("Không được.")], failing, "Không được.", &[failed], 0).await;
+    // Without a result it is an answer: to "Hi" one says "Hi".
+    check(&[echoed()], echo("T", true), "sửa  tệp A", &[], 0).await;
 }
 
 #[tokio::test]

@@ -276,7 +276,7 @@ fn offered_tools_have_no_results() {
     let events = ran.events();
     assert_eq!(events[0]["tools"], json!(["search_blog"]));
     let finished = events.iter().find(|event| event["type"] == "tool_finished").unwrap();
-    assert!(finished["text"].as_str().unwrap().contains("has no implementation in this run"), "{finished}");
+    assert!(finished["text"].as_str().unwrap().contains("nothing stands behind it in this run"), "{finished}");
     assert_eq!(ran.code, Some(0));
 }
 
