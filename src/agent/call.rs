@@ -9,6 +9,7 @@ use serde_json::Value;
 use super::run::{End, Run};
 use super::task::{Aborting, panic_text};
 use super::{AgentEvent, CallOutcome, CallReport, Refusal, Stop, guard};
+use crate::chat::LanguageModel;
 use crate::message::{ReminderAt, StopReason, ToolCall, ToolResult};
 use crate::permission::Settled;
 use crate::session::Event;
@@ -159,7 +160,7 @@ impl Run<'_, '_> {
         };
         let settled = tokio::select! {
             biased;
-            settled = self.agent.permissions.settle(&call.name, &access) => settled,
+            settled = self.agent.permissions.settle(&call.name, &call.arguments, &access) => settled,
             _ = self.stop.requested(Duration::ZERO) => {
                 return Ok(Prepared::error(CallOutcome::NotRun, "interrupted before it ran"));
             }
@@ -204,7 +205,9 @@ impl Run<'_, '_> {
                 Aborting::spawn(async move { Done { outcome, output, duration: Duration::ZERO } })
             }
             Prepared::Run { tool, arguments } => {
-                Aborting::spawn(run_tool(tool, arguments, self.tool_context(), self.stop.clone()))
+                let (model, tokens_max) = (self.agent.model.clone(), self.agent.settings.result_tokens_max);
+                let fitting = Fitting { tool, model, tokens_max };
+                Aborting::spawn(run_tool(fitting, arguments, self.tool_context(), self.stop.clone()))
             }
         }
     }
@@ -236,20 +239,46 @@ impl Run<'_, '_> {
         let led_nowhere = output.led_nowhere;
         let result =
             ToolResult { call_id: id.clone(), name: name.clone(), text: text.clone(), is_error, led_nowhere, reminder };
-        self.log(Event::ToolResult { result, duration_ms })?;
+        let logged = self.log(Event::ToolResult { result, duration_ms });
+        // It ran, whether or not that could be written down.
         let report = CallReport { id, name, arguments, outcome, rescued };
         self.outcome.calls.push(report.clone());
         (self.observer)(&AgentEvent::ToolFinished { report, is_error, text, duration_ms });
-        Ok(())
+        logged
+    }
+}
+
+/// A tool, and how long its result may be.
+struct Fitting {
+    tool: Arc<dyn Tool>,
+    model: Arc<dyn LanguageModel>,
+    tokens_max: usize,
+}
+
+impl Fitting {
+    /// Where the result of a tool that only reads has too many tokens, it runs again with less room: it alone knows how to say what
+    /// it leaves out, and where to go on.
+    async fn run(&self, arguments: Value, mut context: ToolContext) -> ToolOutput {
+        let output = self.tool.run(arguments.clone(), &context).await;
+        if output.text.len() <= self.tokens_max || !self.tool.read_only() || output.is_error {
+            return output;
+        }
+        let tokens = self.model.count_tokens(&output.text);
+        if tokens <= self.tokens_max {
+            return output;
+        }
+        // A little less than its share, since tokens are not spread evenly.
+        context.output_bytes_max = output.text.len() * self.tokens_max / tokens * 9 / 10;
+        self.tool.run(arguments, &context).await
     }
 }
 
 /// Runs one tool on a task of its own, so that a panic or a loop without awaits stays its own.
-async fn run_tool(tool: Arc<dyn Tool>, arguments: Value, context: ToolContext, stop: Stop) -> Done {
+async fn run_tool(fitting: Fitting, arguments: Value, context: ToolContext, stop: Stop) -> Done {
     let begin = Instant::now();
-    let name = tool.spec().name.clone();
+    let name = fitting.tool.spec().name.clone();
     let (cancel, timeout) = (context.cancel.clone(), context.timeout);
-    let mut task = Aborting::spawn(async move { tool.run(arguments, &context).await });
+    let mut task = Aborting::spawn(async move { fitting.run(arguments, context).await });
     let finished = |outcome, output| Done { outcome, output, duration: begin.elapsed() };
     let ran_to_end = |joined: Result<ToolOutput, tokio::task::JoinError>| match joined {
         Ok(output) => {
@@ -307,7 +336,11 @@ fn bound(text: &str, tokens_max: usize, count: impl Fn(&str) -> usize) -> (Strin
     let head = &text[..longest(text, |end| count(&text[..end]) <= keep(2))];
     let tail_bytes = longest_tail(text, |start| count(&text[start..]) <= keep(1));
     let tail = &text[tail_bytes.max(head.len())..];
-    (format!("{head}\n[… the middle of {tokens} tokens is cut here …]\n{tail}"), Some(tokens))
+    let cut = text.len() - head.len() - tail.len();
+    (
+        format!("{head}\n[… {cut} bytes of the middle are cut here: of {tokens} tokens {tokens_max} fit …]\n{tail}"),
+        Some(tokens),
+    )
 }
 
 /// The largest character boundary for which `fits` holds, where it holds for all smaller ones.
@@ -360,7 +393,7 @@ mod tests {
                     continue;
                 };
                 assert_eq!(tokens, count(text));
-                let (head, tail) = bounded.split_once("\n[… the middle of").unwrap();
+                let (head, tail) = bounded.split_once("\n[… ").unwrap();
                 let tail = tail.split_once("…]\n").unwrap().1;
                 assert!(text.starts_with(head) && text.ends_with(tail), "{bounded}");
                 assert!(count(head) + count(tail) <= tokens_max, "{bounded}");

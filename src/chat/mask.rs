@@ -171,7 +171,8 @@ impl CallMask {
             }
             ToolChoice::Named(name) => Some(name.clone()),
             ToolChoice::Required if names.is_empty() => {
-                return Err("a call is required, but no tool that can be called is offered".into());
+                let why: String = grammar.refused().iter().map(|r| format!("; `{}`: {}", r.name, r.why)).collect();
+                return Err(format!("a call is required, but no tool that can be called is offered{why}"));
             }
             _ => None,
         };

@@ -3,6 +3,7 @@
 use std::io::{BufRead, Write};
 
 use async_trait::async_trait;
+use serde_json::Value;
 
 use super::output::printable;
 use crate::permission::{Access, Approval, Approver, Request};
@@ -55,15 +56,36 @@ fn question(request: &Request) -> String {
         Access::Run(line) => format!("  runs {line}\n"),
         Access::Network(host) => format!("  talks to {host}\n"),
     });
-    let touches: String = touches.collect();
+    let touches: String = touches.chain(changes(&request.arguments)).collect();
     let session = match request.would_allow.as_slice() {
         [] => String::new(),
         rules => format!(", [s] yes, and {} for the session", rules.join(" and ")),
     };
-    printable(&format!("Allow {}?\n{touches}  [y] yes, once{session}, [n] no: ", request.tool))
+    printable(&format!(
+        "Allow {}?\n{touches}  [y] yes, once{session}, [n] no, or type what to do instead: ",
+        request.tool
+    ))
 }
 
-/// Whatever is not clearly a yes is a no.
+/// Of a text that would be written, in lines.
+const SHOWN_LINES_MAX: usize = 20;
+
+/// What `Edit` would take away and put in, what `Write` would write.
+fn changes(arguments: &Value) -> Vec<String> {
+    let parts = [("old_string", '-'), ("new_string", '+'), ("content", '+')];
+    let texts = parts.iter().filter_map(|(name, sign)| Some((arguments[name].as_str()?, sign)));
+    let mut shown = Vec::new();
+    for (text, sign) in texts {
+        shown.extend(text.lines().take(SHOWN_LINES_MAX).map(|line| format!("  {sign} {line}\n")));
+        match text.lines().count().saturating_sub(SHOWN_LINES_MAX) {
+            0 => {}
+            more => shown.push(format!("  {sign} … {more} more lines\n")),
+        }
+    }
+    shown
+}
+
+/// Whatever is not clearly a yes is a no, and said to the model.
 fn answer(line: &str, for_session: bool) -> Approval {
     match line.trim().to_lowercase().as_str() {
         "y" | "yes" => Approval::Once,
@@ -94,6 +116,7 @@ mod tests {
     fn the_question_names_what_is_touched_and_drives_no_terminal() {
         let request = Request {
             tool: "Bash".into(),
+            arguments: Value::Null,
             accesses: vec![Access::Run("rm -r x\x1b[1A".into()), Access::Write("/w/x".into())],
             why: String::new(),
             would_allow: vec!["Bash(rm *)".into()],
@@ -102,7 +125,15 @@ mod tests {
         Allow Bash?
           runs rm -r x[1A
           writes /w/x
-          [y] yes, once, [s] yes, and Bash(rm *) for the session, [n] no: 
+          [y] yes, once, [s] yes, and Bash(rm *) for the session, [n] no, or type what to do instead: 
         ");
+        let content = (1..=22).map(|n| format!("dòng {n}\n")).collect::<String>();
+        let arguments = serde_json::json!({"file_path": "x", "old_string": "a\nb", "new_string": "a\nc\x1b[2J", "content": content});
+        let text = question(&Request { arguments, would_allow: Vec::new(), ..request });
+        assert!(text.contains("  - a\n  - b\n  + a\n  + c[2J\n  + dòng 1\n"), "{text}");
+        assert!(
+            text.ends_with("  + dòng 20\n  + … 2 more lines\n  [y] yes, once, [n] no, or type what to do instead: "),
+            "{text}"
+        );
     }
 }

@@ -12,8 +12,8 @@ use crate::permission::Mode;
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Model")]
 pub struct ModelOptions {
-    /// An id (`cob model list`), a GGUF file, a safetensors folder, or scripted:FILE (plays replies from a JSON file; for
-    /// tests and demos) [default: COB_MODEL, then the config, then the built-in default]
+    /// An id (`cob model list`), a GGUF file, a safetensors folder, or for run and chat scripted:FILE (plays a list of
+    /// replies, [{"text": "…"}, {"calls": [{"name": "Read", "arguments": {…}}]}, …]) [default: COB_MODEL, then the config, then the built-in default]
     #[arg(long, value_name = "ID|PATH")]
     pub model: Option<String>,
     /// Where the model computes
@@ -52,20 +52,20 @@ pub enum KvType {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingOptions {
-    /// Of the text; 0 is greedy [default: 0]
-    #[arg(long, value_name = "T", value_parser = temperature)]
+    /// Temperature of the words of an answer; 0 is greedy [default: 0]
+    #[arg(long, value_name = "T", value_parser = temperature, allow_negative_numbers = true)]
     pub temperature: Option<f64>,
-    /// Of what is decided or copied and not worded: the routing line and the inside of a call [default: 0]
-    #[arg(long, value_name = "T", value_parser = temperature)]
+    /// Temperature of what is decided or copied: which tool, and its arguments [default: 0]
+    #[arg(long, value_name = "T", value_parser = temperature, allow_negative_numbers = true)]
     pub call_temperature: Option<f64>,
     /// Draw only from the K likeliest tokens; 0 is off [default: 20]
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
     /// Draw only from the likeliest tokens that together have this probability; 1 is off [default: 0.8]
-    #[arg(long, value_name = "P", value_parser = probability)]
+    #[arg(long, value_name = "P", value_parser = probability, allow_negative_numbers = true)]
     pub top_p: Option<f64>,
     /// Draw only tokens that have this share of the likeliest one's probability; 0 is off [default: 0]
-    #[arg(long, value_name = "P", value_parser = probability)]
+    #[arg(long, value_name = "P", value_parser = probability, allow_negative_numbers = true)]
     pub min_p: Option<f64>,
     /// Makes a run with the same model and settings repeat [default: drawn, and recorded]
     #[arg(long, value_name = "N")]
@@ -96,10 +96,12 @@ pub struct AgentOptions {
     /// auto, required, none, or the name of a tool; a call is forced in the first step only
     #[arg(long, value_name = "CHOICE", default_value = "auto", value_parser = tool_choice)]
     pub tool_choice: ToolChoice,
-    /// Allow what a rule names, e.g. 'Edit' or 'Bash(git *)'; can be given several times
+    /// Allow what a rule names; one rule a flag, which can be given several times. 'Edit' (Write too), 'Edit(src/**)' (paths as in
+    /// .gitignore; //etc/hosts is absolute), 'Bash(git *)' (every part of a command line must be allowed), 'Bash'
     #[arg(long, value_name = "RULE")]
     pub allow: Vec<String>,
-    /// default, accept-edits, plan, dont-ask or bypass
+    /// default: reads in the workspace, the rest is asked for or, without a terminal, refused. accept-edits: writes in the
+    /// workspace too. plan: reads only. dont-ask: as default, and nobody is asked. bypass: everything
     #[arg(long, value_name = "MODE", default_value = "default")]
     pub permission_mode: Mode,
     /// Steps of the model in one task
@@ -109,10 +111,10 @@ pub struct AgentOptions {
     #[arg(long, value_name = "N", default_value = "1024", value_parser = positive)]
     pub max_output_tokens: usize,
     /// Seconds for one task [default: no limit]
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub timeout: Option<Duration>,
     /// Seconds for one call of a tool
-    #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds, allow_negative_numbers = true)]
     pub tool_timeout: Duration,
     /// End the task when the same call is made so many times in a row
     #[arg(long, value_name = "N", default_value = "3", value_parser = positive)]
@@ -128,7 +130,7 @@ pub struct AgentOptions {
     pub routing: Option<bool>,
     /// How much likelier than the end of a call an optional argument must be to be written, in nats [default: what suits the
     /// model]
-    #[arg(long, value_name = "NATS", value_parser = nats)]
+    #[arg(long, value_name = "NATS", value_parser = nats, allow_negative_numbers = true)]
     pub optional_margin: Option<f32>,
     /// Let the model repeat a call that was already answered
     #[arg(long)]

@@ -1,7 +1,7 @@
 //! `cob tools`, `cob render`, `cob tokenize`: what exactly a model is given.
 
-use std::fmt::Write;
-use std::io::Read;
+use std::fmt::Write as _;
+use std::io::{Read, Write as _};
 use std::path::PathBuf;
 
 use clap::Args;
@@ -148,13 +148,14 @@ fn rendered(args: &RenderArgs) -> Result<String, Fault> {
     } else if args.ids {
         spaced(&prompt.ids)
     } else {
-        format!("{}\n{}", prompt.text, sizes(&prompt))
+        // Beside the prompt, so that nobody need count, and not in it.
+        let _ = std::io::stderr().write_all(sizes(&prompt).as_bytes());
+        prompt.text
     })
 }
 
-/// A table after the prompt, so that nobody need count.
 fn sizes(prompt: &Prompt) -> String {
-    let mut text = String::from("---\n");
+    let mut text = String::from("\n---\n");
     for (name, tokens) in prompt.sizes() {
         let _ = writeln!(text, "{tokens:>6} {name}");
     }

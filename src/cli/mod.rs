@@ -30,7 +30,7 @@ use crate::message::StopReason;
 
 /// An AI agent on a small Qwen2.5 that lives in the same process
 #[derive(Parser)]
-#[command(name = "cob", version, max_term_width = 100)]
+#[command(name = "cob", version, max_term_width = 100, after_long_help = AFTER_HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -69,11 +69,41 @@ struct ManArgs {
     dir: Option<PathBuf>,
 }
 
+const AFTER_HELP: &str = "\
+Exit codes:
+  0    done
+  1    failed
+  2    wrong usage
+  3    stopped by a limit (turns, tokens, time, repeats)
+  4    refused before or instead of work (context overflow, locked session, a model that cannot run here)
+  130  interrupted
+  143  terminated
+
+Environment:
+  COB_MODEL                        the model, where --model names none
+  COB_HOME                         one folder for models, sessions and settings
+  XDG_CACHE_HOME, XDG_STATE_HOME   models, sessions
+  HF_HOME, HF_TOKEN, HF_ENDPOINT   the Hugging Face hub
+  NO_COLOR, COB_LOG                plain text; what is logged (error, warn, info, debug, trace)
+
+Files:
+  ~/.cache/cob/models, ~/.local/state/cob/sessions, ~/.config/cob/config.toml (model = \"ID\")
+
+Examples:
+  cob run \"Which file defines parse_config?\"
+  cob run \"In config.ini change the port to 9090.\" --permission-mode accept-edits
+  git diff | cob run - --tools none --system \"Summarise this change in one sentence.\"
+  cob chat --resume ID";
+
 /// Runs the program.
 pub fn main() -> ExitCode {
     let level = tracing_subscriber::EnvFilter::try_from_env("COB_LOG").unwrap_or_else(|_| "warn".into());
     tracing_subscriber::fmt().with_env_filter(level).with_writer(std::io::stderr).without_time().init();
-    ExitCode::from(match Cli::parse().command {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return ExitCode::from(misused(&error)),
+    };
+    ExitCode::from(match cli.command {
         Command::Run(args) => run::run(args),
         Command::Chat(args) => chat::run(args),
         Command::Model(args) => model::run(args),
@@ -88,11 +118,34 @@ pub fn main() -> ExitCode {
     })
 }
 
+/// Says what is wrong with the flags, or shows the help that was asked for; the exit code. A program that reads JSON gets its one
+/// result all the same.
+fn misused(error: &clap::Error) -> u8 {
+    let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+    let format = words.iter().enumerate().find_map(|(at, word)| match word.split_once('=') {
+        Some(("--output-format", format)) => Some(format),
+        _ if word == "--output-format" => words.get(at + 1).map(String::as_str),
+        _ => None,
+    });
+    let format = format.and_then(|format| <args::OutputFormat as clap::ValueEnum>::from_str(format, false).ok());
+    match format {
+        Some(format) if error.use_stderr() && format != args::OutputFormat::Text => {
+            let text = error.render().to_string();
+            let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned();
+            let mut front = output::Front::new(format, false);
+            front.result(&output::Report::without_agent(None, None, StopReason::Refused, line), Default::default());
+        }
+        _ => {
+            let _ = error.print();
+        }
+    }
+    error.exit_code() as u8
+}
+
 fn completions(shell: clap_complete::Shell) -> u8 {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "cob", &mut script);
-    print(&String::from_utf8_lossy(&script));
-    0
+    print(&String::from_utf8_lossy(&script))
 }
 
 fn man(args: ManArgs) -> u8 {
@@ -102,10 +155,12 @@ fn man(args: ManArgs) -> u8 {
             let rendered = clap_mangen::Man::new(Cli::command()).render(&mut page);
             rendered.map(|()| print(&String::from_utf8_lossy(&page)))
         }
-        Some(dir) => std::fs::create_dir_all(dir).and_then(|()| clap_mangen::generate_to(Cli::command(), dir)),
+        Some(dir) => {
+            std::fs::create_dir_all(dir).and_then(|()| clap_mangen::generate_to(Cli::command(), dir)).map(|()| 0)
+        }
     };
     match (result, &args.dir) {
-        (Ok(()), _) => 0,
+        (Ok(code), _) => code,
         (Err(error), dir) => {
             let place = dir.as_ref().map_or("standard output".into(), |dir| dir.display().to_string());
             complain(&format!("cannot write the manual to {place}: {error}"));
@@ -126,10 +181,27 @@ fn exit_code(reason: StopReason) -> u8 {
     }
 }
 
-/// Writes a result to standard output. A reader that has seen enough (`| head`) is no failure.
-fn print(text: &str) {
-    let mut out = std::io::stdout();
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+/// Writes a result to standard output; the exit code.
+fn print(text: &str) -> u8 {
+    match put(&mut std::io::stdout(), text) {
+        Ok(()) => 0,
+        Err(why) => {
+            complain(&why);
+            1
+        }
+    }
+}
+
+/// A reader that has seen enough (`| head`) is no failure, a full disk is.
+fn put(out: &mut dyn Write, text: &str) -> Result<(), String> {
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(unwritten(&error)),
+        _ => Ok(()),
+    }
+}
+
+fn unwritten(error: &std::io::Error) -> String {
+    format!("cannot write to standard output: {error}; what stands there is not complete")
 }
 
 /// Writes a line to standard error.
@@ -140,10 +212,7 @@ fn complain(text: &str) {
 /// Shows what a command found, or why it found nothing; the exit code.
 fn show(result: Result<String, setup::Fault>) -> u8 {
     match result {
-        Ok(text) => {
-            print(&text);
-            0
-        }
+        Ok(text) => print(&text),
         Err(fault) => {
             complain(&fault.text);
             fault.code

@@ -96,9 +96,13 @@ pub fn execute(
     match result {
         Ok(answer) => {
             let text = if json { pretty(&answer.json) } else { answer.text };
-            // A reader that has seen enough (`| head`) is no failure.
-            let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-            answer.code
+            match super::put(out, &text) {
+                Ok(()) => answer.code,
+                Err(why) => {
+                    let _ = writeln!(err, "cob: {why}");
+                    answer.code.max(1)
+                }
+            }
         }
         Err(e) => report(&e, json, out, err, signals.exit_code()),
     }

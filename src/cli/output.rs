@@ -18,22 +18,25 @@ const SUMMARY_CHARS_MAX: usize = 70;
 
 /// Where a front writes, and whether that is a terminal.
 pub struct Sink {
-    pub writer: Box<dyn Write + Send>,
-    pub terminal: bool,
+    writer: Box<dyn Write + Send>,
+    terminal: bool,
+    /// Why something could not be written, the first time.
+    fault: Option<std::io::Error>,
 }
 
 impl Sink {
-    pub fn stdout() -> Sink {
-        Sink { writer: Box::new(std::io::stdout()), terminal: std::io::stdout().is_terminal() }
+    pub fn new(writer: Box<dyn Write + Send>, terminal: bool) -> Sink {
+        Sink { writer, terminal, fault: None }
     }
 
-    pub fn stderr() -> Sink {
-        Sink { writer: Box::new(std::io::stderr()), terminal: std::io::stderr().is_terminal() }
-    }
-
-    /// A reader that went away is no reason to break off: the run may have effects that should be complete.
+    /// What cannot be written is no reason to break off: the run may have effects that should be complete. A reader that went
+    /// away is no fault at all.
     fn put(&mut self, text: &str) {
-        let _ = self.writer.write_all(text.as_bytes()).and_then(|()| self.writer.flush());
+        if let Err(error) = self.writer.write_all(text.as_bytes()).and_then(|()| self.writer.flush())
+            && error.kind() != std::io::ErrorKind::BrokenPipe
+        {
+            self.fault.get_or_insert(error);
+        }
     }
 }
 
@@ -48,8 +51,10 @@ pub struct Front {
     mid_line: bool,
     /// The text of the present reply is on standard output already.
     streamed: bool,
-    /// Since when a prompt is being evaluated, and whether that is shown.
-    prefill: Option<(Instant, bool)>,
+    /// Since when a prompt is being evaluated.
+    prefill: Option<Instant>,
+    /// A line of progress stands on the terminal; the next thing that is said takes its place.
+    progress: bool,
     init_written: bool,
     result_written: bool,
 }
@@ -101,7 +106,8 @@ impl Report {
 
 impl Front {
     pub fn new(format: OutputFormat, quiet: bool) -> Front {
-        let (out, err) = (Sink::stdout(), Sink::stderr());
+        let out = Sink::new(Box::new(std::io::stdout()), std::io::stdout().is_terminal());
+        let err = Sink::new(Box::new(std::io::stderr()), std::io::stderr().is_terminal());
         let colour = err.terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         Front::with(format, quiet, colour, out, err)
     }
@@ -116,6 +122,7 @@ impl Front {
             mid_line: false,
             streamed: false,
             prefill: None,
+            progress: false,
             init_written: false,
             result_written: false,
         }
@@ -187,6 +194,17 @@ impl Front {
         }
     }
 
+    /// The exit code of a run that would end with `code`: 1 where standard output could not be written, which is said.
+    pub fn exit_code(&mut self, code: u8) -> u8 {
+        match self.out.fault.take() {
+            None => code,
+            Some(error) => {
+                self.err.put(&format!("cob: {}\n", super::unwritten(&error)));
+                if code == 0 { 1 } else { code }
+            }
+        }
+    }
+
     /// The next task of a chat begins.
     pub fn again(&mut self) {
         self.result_written = false;
@@ -200,7 +218,7 @@ impl Front {
         if let AgentEvent::Prefill { done, total } = event {
             return self.show_prefill(*done, *total);
         }
-        self.clear_prefill();
+        self.clear_progress();
         match event {
             AgentEvent::Text { text } if self.out.terminal => {
                 let text = printable(text);
@@ -231,7 +249,7 @@ impl Front {
                 let what = describe(&report.name, &report.arguments);
                 let rescued = if report.rescued { " (rescued)" } else { "" };
                 let colour = if report.outcome == CallOutcome::Ok { "32" } else { "31" };
-                let dot = self.paint(colour, "●");
+                let dot = self.paint(colour, if report.outcome == CallOutcome::Ok { "●" } else { "✗" });
                 self.say("", &format!("{dot} {what}{rescued} → {}", summary(report.outcome, text)));
             }
             AgentEvent::Refused(refusal) => {
@@ -242,33 +260,39 @@ impl Front {
             AgentEvent::Text { .. }
             | AgentEvent::Assistant { .. }
             | AgentEvent::CallOpened { .. }
-            | AgentEvent::ToolStarted { .. }
             | AgentEvent::Prefill { .. } => {}
+            AgentEvent::ToolStarted { name, arguments, .. } => {
+                self.end_line();
+                self.show_progress(&format!("○ {} is running", describe(name, arguments)));
+            }
         }
     }
 
     fn show_prefill(&mut self, done: usize, total: usize) {
-        if !self.shows_progress() {
-            return;
-        }
-        let (since, shown) = self.prefill.get_or_insert((Instant::now(), false));
-        if since.elapsed() >= SILENCE_MAX {
-            *shown = true;
-            self.err.put(&format!("\r\x1b[Kreading the prompt: {done} of {total} tokens"));
+        if self.prefill.get_or_insert_with(Instant::now).elapsed() >= SILENCE_MAX {
+            self.show_progress(&format!("reading the prompt: {done} of {total} tokens"));
         }
         if done >= total {
-            self.clear_prefill();
+            self.clear_progress();
         }
     }
 
-    fn clear_prefill(&mut self) {
-        if let Some((_, true)) = self.prefill.take() {
+    fn show_progress(&mut self, text: &str) {
+        if self.shows_progress() {
+            self.progress = true;
+            self.err.put(&format!("\r\x1b[K{text}"));
+        }
+    }
+
+    fn clear_progress(&mut self) {
+        self.prefill = None;
+        if std::mem::take(&mut self.progress) {
             self.err.put("\r\x1b[K");
         }
     }
 
     fn show_result(&mut self, report: &Report) {
-        self.clear_prefill();
+        self.clear_progress();
         let outcome = &report.outcome;
         if !self.streamed && !outcome.answer.is_empty() {
             let answer = if self.out.terminal { printable(&outcome.answer) } else { outcome.answer.clone() };
@@ -355,7 +379,15 @@ fn summary(outcome: CallOutcome, text: &str) -> String {
         CallOutcome::Ok => one_line(text),
         CallOutcome::Repeated => "answered already".into(),
         CallOutcome::Refused => "refused".into(),
-        _ => one_line(text.strip_prefix("error: ").unwrap_or(text)),
+        _ => {
+            let first = one_line(text.strip_prefix("error: ").unwrap_or(text));
+            // A command's output ends with what became of it.
+            let note = text.trim_end().rsplit('\n').next().and_then(|line| line.strip_prefix('[')?.strip_suffix(']'));
+            match note {
+                Some(note) if !first.starts_with('[') => format!("{}: {first}", one_line(note)),
+                _ => first,
+            }
+        }
     }
 }
 
@@ -427,7 +459,7 @@ mod tests {
     /// A run with every kind of event → standard output, and standard error.
     fn show(terminal: bool, colour: bool, quiet: bool) -> (String, String) {
         let (out, err) = (Buffer::default(), Buffer::default());
-        let sink = |buffer: &Buffer| Sink { writer: Box::new(buffer.clone()), terminal };
+        let sink = |buffer: &Buffer| Sink::new(Box::new(buffer.clone()), terminal);
         let mut front = Front::with(OutputFormat::Text, quiet, colour, sink(&out), sink(&err));
         let call = |name: &str, arguments: Value, outcome, text: &str| {
             let report =
@@ -475,8 +507,8 @@ mod tests {
         insta::assert_snapshot!(err, @r"
         ● Read a[2J (rescued) → 1 …
           refused: it writes (allow it with --allow 'Edit(it'\''s)')
-        ● Write b → refused
-        ● LS → no such folder …
+        ✗ Write b → refused
+        ✗ LS → no such folder …
         ↺ Read a was answered already; asking for the answer
         cob: a note
         2 turns · 512 cached + 35 prefilled · 20 forced + 30 sampled tokens · 25.0 tok/s · 2.5 s · session s
@@ -491,14 +523,9 @@ mod tests {
     #[test]
     fn a_result_is_written_once_and_after_an_init() {
         let out = Buffer::default();
-        let sink = || Sink { writer: Box::new(out.clone()), terminal: false };
-        let mut front = Front::with(
-            OutputFormat::StreamJson,
-            false,
-            false,
-            sink(),
-            Sink { writer: Box::new(Vec::new()), terminal: false },
-        );
+        let sink = || Sink::new(Box::new(out.clone()), false);
+        let mut front =
+            Front::with(OutputFormat::StreamJson, false, false, sink(), Sink::new(Box::new(Vec::new()), false));
         let report = Report::without_agent(None, Some("m".into()), StopReason::Refused, "no".into());
         front.result(&report, Mode::Default);
         front.result(&report, Mode::Default);

@@ -14,6 +14,7 @@ use super::output::{Front, Report};
 use super::setup::{Fault, Options, Prepared, prepare};
 use super::{approve, exit_code, show};
 use crate::agent::Stop;
+use crate::message::StopReason;
 use crate::permission::{Approver, Headless};
 
 #[derive(Args)]
@@ -43,6 +44,7 @@ pub fn run(args: RunArgs) -> u8 {
     let stop = interrupts.begin();
     let mut front = Front::new(args.output_format, args.quiet);
     let code = watched(&args, &mut front, &runtime, &stop);
+    let code = front.exit_code(code);
     // A thread that still waits for standard input, or loads a model that nobody wants, is not waited for.
     runtime.shutdown_background();
     code
@@ -73,7 +75,12 @@ fn attempt(args: &RunArgs, front: &mut Front, runtime: &Runtime, stop: &Stop) ->
     let outcome = runtime.block_on(agent.run(&mut session, task.as_deref(), stop, &mut |event| front.event(event)));
     let code = exit_code(outcome.stop_reason);
     let report = Report { session_id: Some(session.id().to_owned()), model: Some(agent.model.info().id), outcome };
+    let resumable =
+        matches!(report.outcome.stop_reason, StopReason::Interrupted | StopReason::Terminated | StopReason::Timeout);
     front.result(&report, args.agent.permission_mode);
+    if resumable && args.output_format == OutputFormat::Text {
+        front.note(&format!("to go on: cob run --resume {}", session.id()));
+    }
     Ok(code)
 }
 

@@ -117,8 +117,8 @@ pub fn prepare(
         _ => tools(flags.tools.as_deref(), flags.tool_file.as_deref())?,
     };
     let (toolbox, left_out) = Toolbox::new(offered);
+    check_tool_choice(&flags.tool_choice, &toolbox, &left_out)?;
     said.extend(left_out);
-    check_tool_choice(&flags.tool_choice, &toolbox)?;
     let rules = rules(flags, &cwd)?;
     let sampling = sampling(options.sampling, before.map(|run| run.sampling));
     let system = flags.system.clone().or_else(|| before.and_then(|run| run.system.clone()));
@@ -207,15 +207,16 @@ fn tools_of(run: &RunInfo) -> Result<Vec<Arc<dyn Tool>>, Fault> {
     Ok(run.tools.iter().map(tool).collect())
 }
 
-fn check_tool_choice(choice: &ToolChoice, toolbox: &Toolbox) -> Result<(), Fault> {
+fn check_tool_choice(choice: &ToolChoice, toolbox: &Toolbox, left_out: &[String]) -> Result<(), Fault> {
+    let left_out: String = left_out.iter().map(|why| format!("; {why}")).collect();
     let names: Vec<&str> = toolbox.specs().iter().map(|spec| spec.name.as_str()).collect();
     match choice {
         ToolChoice::Named(name) if !names.contains(&name.as_str()) => {
             let offered = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-            Err(Fault::usage(format!("--tool-choice: there is no tool `{name}`; offered are: {offered}")))
+            Err(Fault::usage(format!("--tool-choice: there is no tool `{name}`; offered are: {offered}{left_out}")))
         }
         ToolChoice::Required if names.is_empty() => {
-            Err(Fault::usage("--tool-choice required needs a tool, and none is offered"))
+            Err(Fault::usage(format!("--tool-choice required needs a tool, and none is offered{left_out}")))
         }
         _ => Ok(()),
     }

@@ -29,6 +29,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
 
 use async_trait::async_trait;
+use serde_json::Value;
 
 pub use path::resolve;
 use rule::{Bases, Rule};
@@ -349,6 +350,8 @@ fn quoted(text: &str) -> String {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
     pub tool: String,
+    /// As the model gave them, so that a person can be shown what would be written.
+    pub arguments: Value,
     pub accesses: Vec<Access>,
     pub why: String,
     /// The rules that [`Approval::Session`] would add; when empty, "for the session" means once.
@@ -409,13 +412,14 @@ impl Permissions {
 
     /// Decides, and asks when the decision is to ask. The caller settles one call at a time, so that a person sees one
     /// question at a time.
-    pub async fn settle(&self, tool: &str, accesses: &[Access]) -> Settled {
+    pub async fn settle(&self, tool: &str, arguments: &Value, accesses: &[Access]) -> Settled {
         let decision = self.rules.read().unwrap_or_else(|poisoned| poisoned.into_inner()).decide(tool, accesses);
         let (why, would_allow) = match decision {
             Decision::Allow { by } => return Settled::Allowed { by },
             Decision::Deny { why, would_allow } => (why, would_allow),
             Decision::Ask { why, would_allow } => {
-                let request = Request { tool: tool.into(), accesses: accesses.to_vec(), why, would_allow };
+                let (arguments, accesses) = (arguments.clone(), accesses.to_vec());
+                let request = Request { tool: tool.into(), arguments, accesses, why, would_allow };
                 match self.approver.approve(&request).await {
                     Approval::Once => return Settled::Allowed { by: "the user, once".into() },
                     Approval::Session => {

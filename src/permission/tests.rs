@@ -271,7 +271,8 @@ async fn a_refusal_says_what_would_allow_it() {
     ] {
         let rules = place.rules(Mode::Default, &[]);
         let permissions = Permissions::new(rules, Arc::new(Headless));
-        let Settled::Refused { would_allow, text, .. } = permissions.settle(tool, std::slice::from_ref(&access)).await
+        let Settled::Refused { would_allow, text, .. } =
+            permissions.settle(tool, &Value::Null, std::slice::from_ref(&access)).await
         else {
             panic!("{access:?} was allowed");
         };
@@ -280,7 +281,9 @@ async fn a_refusal_says_what_would_allow_it() {
         assert!(place.allowed(Mode::Default, &rules, tool, access.clone()), "{access:?} {rules:?}");
     }
     let plan = Permissions::new(place.rules(Mode::Plan, &[]), Arc::new(Headless));
-    let Settled::Refused { would_allow, text, .. } = plan.settle("Edit", &[Access::Write("a".into())]).await else {
+    let Settled::Refused { would_allow, text, .. } =
+        plan.settle("Edit", &Value::Null, &[Access::Write("a".into())]).await
+    else {
         panic!("allowed");
     };
     assert!(would_allow.is_empty() && text.contains("plan") && !text.contains("--allow"), "{text}");
@@ -301,13 +304,16 @@ async fn a_person_is_asked_and_remembered() {
     let approver = Arc::new(Answers(Mutex::new(answers), Mutex::default()));
     let permissions = Permissions::new(place.rules(Mode::Default, &[]), approver.clone());
     let git = [Access::Run("git status".into())];
-    assert_eq!(permissions.settle("Bash", &git).await, Settled::Allowed { by: "the user, once".into() });
-    let Settled::Refused { text, .. } = permissions.settle("Bash", &git).await else { panic!("allowed") };
+    assert_eq!(permissions.settle("Bash", &Value::Null, &git).await, Settled::Allowed { by: "the user, once".into() });
+    let Settled::Refused { text, .. } = permissions.settle("Bash", &Value::Null, &git).await else { panic!("allowed") };
     assert!(text.contains("not today"), "{text}");
     let by = "the user, for the session: Bash(git *)".to_string();
-    assert_eq!(permissions.settle("Bash", &git).await, Settled::Allowed { by });
+    assert_eq!(permissions.settle("Bash", &Value::Null, &git).await, Settled::Allowed { by });
     // No more questions about git.
     let push = [Access::Run("git push".into())];
-    assert_eq!(permissions.settle("Bash", &push).await, Settled::Allowed { by: "rule Bash(git *)".into() });
+    assert_eq!(
+        permissions.settle("Bash", &Value::Null, &push).await,
+        Settled::Allowed { by: "rule Bash(git *)".into() }
+    );
     assert_eq!(approver.1.lock().unwrap().len(), 3);
 }

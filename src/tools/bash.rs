@@ -106,6 +106,10 @@ async fn bash(arguments: Value, context: &ToolContext) -> Result<ToolOutput, Str
             Status::Unknown => notes.push("it could not be killed and may still run".to_string()),
         },
     }
+    if finished.stdout.bytes_cut > 0 {
+        let (cut, all) = (finished.stdout.bytes_cut, finished.stdout.bytes_total);
+        notes.push(format!("{cut} of {all} bytes of output were left out in the middle"));
+    }
     let is_error = !finished.success();
     // A command that ended by itself has said something, whatever its exit code: a test that fails is an answer.
     let led_nowhere = matches!(finished.ended, Ended::TimedOut);

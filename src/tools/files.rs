@@ -15,8 +15,8 @@ use crate::permission;
 /// Path → what the model last saw of it. `Edit` and `Write` refuse a file that is no longer that.
 #[derive(Default)]
 pub struct FileViews {
-    /// The fingerprint, and whether `Edit` made it.
-    seen: Mutex<HashMap<PathBuf, (Fingerprint, bool)>>,
+    /// The fingerprint, and what is known of a file that still has it.
+    seen: Mutex<HashMap<PathBuf, (Fingerprint, Seen)>>,
 }
 
 /// The SHA-256 of a file's bytes: a touched file is not a changed one, and a change within the clock's step is one.
@@ -26,6 +26,8 @@ pub type Fingerprint = [u8; 32];
 pub enum Seen {
     Never,
     AsItIs,
+    /// It is as it was when a part of it was shown.
+    Partly,
     /// It is as `Edit` left it; the whole was not looked at since.
     Edited,
     Otherwise,
@@ -34,23 +36,29 @@ pub enum Seen {
 impl FileViews {
     /// `path`: resolved.
     pub fn note(&self, path: &Path, now: Fingerprint) {
-        self.lock().insert(path.to_path_buf(), (now, false));
+        self.lock().insert(path.to_path_buf(), (now, Seen::AsItIs));
+    }
+
+    /// A part was shown; whoever knew the whole of the same file still does.
+    pub fn note_part(&self, path: &Path, now: Fingerprint) {
+        if self.compare(path, &now) != Seen::AsItIs {
+            self.lock().insert(path.to_path_buf(), (now, Seen::Partly));
+        }
     }
 
     pub fn note_edited(&self, path: &Path, now: Fingerprint) {
-        self.lock().insert(path.to_path_buf(), (now, true));
+        self.lock().insert(path.to_path_buf(), (now, Seen::Edited));
     }
 
     pub fn compare(&self, path: &Path, now: &Fingerprint) -> Seen {
         match self.lock().get(path) {
             None => Seen::Never,
-            Some((seen, true)) if seen == now => Seen::Edited,
-            Some((seen, false)) if seen == now => Seen::AsItIs,
+            Some((seen, known)) if seen == now => *known,
             Some(_) => Seen::Otherwise,
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<PathBuf, (Fingerprint, bool)>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<PathBuf, (Fingerprint, Seen)>> {
         self.seen.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }

@@ -124,7 +124,12 @@ fn read(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Stri
         lines.push(bytes);
     }
     let lines = lines.finish();
-    context.files.note(&path, hash.finalize().into());
+    let fingerprint = hash.finalize().into();
+    if lines.total == 0 || (first, lines.last_shown) == (1, lines.total) {
+        context.files.note(&path, fingerprint);
+    } else {
+        context.files.note_part(&path, fingerprint);
+    }
 
     if lines.carriage_returns > 0 {
         notes.push(if lines.carriage_returns >= lines.total { "CRLF line ends" } else { "some lines end in CRLF" });

@@ -171,6 +171,19 @@ async fn read_counts_and_numbers_lines() {
 }
 
 #[tokio::test]
+async fn a_file_that_was_read_in_part_is_not_replaced() {
+    let place = Place::new(&[("a.txt", "1\n2\n3\n")]);
+    let write = json!({"file_path": "a.txt", "content": "x\n"});
+    place.ok("Read", json!({"file_path": "a.txt", "limit": 1})).await;
+    place.fails("Write", write.clone(), &["Only a part of a.txt was read", "Edit"]).await;
+    place.ok("Edit", json!({"file_path": "a.txt", "old_string": "2", "new_string": "zwei"})).await;
+    place.ok("Read", json!({"file_path": "a.txt"})).await;
+    // A look at a part takes nothing away from what was seen.
+    place.ok("Read", json!({"file_path": "a.txt", "offset": 2})).await;
+    place.ok("Write", write).await;
+}
+
+#[tokio::test]
 async fn read_says_what_to_do_where_there_is_nothing_to_show() {
     let place =
         Place::new(&[("src/config.rs", "x\n"), ("Cargo.toml", "x\n"), ("src/deep/main.rs", "x\n"), (".gitignore", "")]);
@@ -601,7 +614,8 @@ async fn bash_reports_output_and_end() {
     let expected = "before\n[timed out after 1000 ms; the command and its children were killed]\n";
     assert_eq!((output.is_error, output.text.as_str()), (true, expected));
     let text = place.ok("Bash", json!({"command": "seq 100000"})).await;
-    assert!(text.starts_with("1\n2\n") && text.ends_with("\n99999\n100000\n") && text.contains(" bytes cut ...]\n"));
+    assert!(text.starts_with("1\n2\n") && text.contains("\n99999\n100000\n[") && text.contains(" bytes cut ...]\n"));
+    assert!(text.ends_with(" of 588895 bytes of output were left out in the middle]\n"), "{text}");
     place.fails("Bash", json!({"command": " "}), &["command is empty"]).await;
     place.fails("Bash", json!({"command": "a\0b"}), &["NUL"]).await;
     place.fails("Bash", json!({"command": "ls", "timeout": 0}), &["timeout must be"]).await;

@@ -68,6 +68,12 @@ fn write(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Str
             let now = files::fingerprint_of_file(&path, stop)?;
             match context.files.compare(&path, &now) {
                 Seen::AsItIs => {}
+                Seen::Partly => {
+                    return Err(format!(
+                        "Only a part of {name} was read, so nothing was written: the rest would be lost. To change a part of it, use \
+                         Edit; to replace all of it, call Read on it without offset and limit and then Write again."
+                    ));
+                }
                 Seen::Never => {
                     return Err(format!(
                         "{name} already exists and was not read yet, so nothing was written. To replace it, call Read on it and then Write again; to change a part of it, use Edit."

@@ -626,14 +626,34 @@ async fn a_long_result_is_cut_and_that_is_said() {
     let mut task = Task::new([call("Read", "a"), Reply::text("ok")], [long]).with(|s| s.result_tokens_max = 100);
     task.run("go").await;
     let text = &task.results()[0].text;
-    assert!(text.contains("[… the middle of 6000 tokens is cut here …]"), "{text}");
-    assert!(text.len() <= 4 * 100 + 60);
+    assert!(text.contains(" bytes of the middle are cut here: of 6000 tokens 100 fit …]"), "{text}");
+    assert!(text.len() <= 4 * 100 + 90);
     let note = task.session.events().find_map(|event| match event {
         Event::Note { text } => Some(text.clone()),
         _ => None,
     });
     assert_eq!(note.as_deref(), Some("the result of Read (call_0) had 6000 tokens; its middle was cut to keep 100"));
     assert!(task.events.iter().any(|event| matches!(event, AgentEvent::Note { .. })));
+}
+
+#[tokio::test]
+async fn a_tool_that_reads_cuts_its_own_result_to_the_tokens_that_fit() {
+    let check = async |read_only: bool, runs: usize, note: bool| {
+        let tool = double("Read", read_only, |_, context| async move {
+            let all = "a b c d\n".repeat(1000);
+            let fits = &all[..all.len().min(context.output_bytes_max)];
+            ToolOutput::ok(format!("{fits}\n[{} more]", all.len() - fits.len()))
+        });
+        let counted = tool.runs.clone();
+        let mut task = Task::new([call("Read", "a"), Reply::text("ok")], [tool]).with(|s| s.result_tokens_max = 200);
+        task.run("go").await;
+        let text = &task.results()[0].text;
+        assert_eq!(counted.load(Ordering::SeqCst), runs);
+        assert_eq!(text.contains("of the middle are cut"), note, "{text}");
+        assert!(text.ends_with(" more]"), "{text}");
+    };
+    check(true, 2, false).await;
+    check(false, 1, true).await;
 }
 
 /// Stops a task at the moment that `at` names and checks that it ends soon, that the log is paired, and that it resumes.

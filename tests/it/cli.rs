@@ -495,6 +495,61 @@ fn a_chat_is_one_session() {
     assert!(fs::read_to_string(home.sessions().with_file_name("history")).unwrap().contains("hai"));
 }
 
+/// Where standard output cannot hold what is written, that is no success; a reader that went away is none of ours.
+#[test]
+fn a_full_standard_output_is_a_failure() {
+    let home = Home::new();
+    let model = home.script(json!([{"text": "hi"}]));
+    let run = ["run", "hi", "--model", &model];
+    let json = [&run[..], &["--output-format", "json"]].concat();
+    for arguments in [&run[..], &json, &["model", "list"], &["man"], &["completions", "bash"]] {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let ran = Ran::from(home.cob(arguments).stdout(full).output().unwrap());
+        assert_eq!(ran.code, Some(1), "{arguments:?}");
+        assert!(ran.err.contains("cannot write to standard output"), "{arguments:?}: {}", ran.err);
+    }
+}
+
+#[test]
+fn wrong_flags_give_a_result_to_a_program() {
+    let home = Home::new();
+    for (format, kinds) in [("json", &["result"][..]), ("stream-json", &["init", "result"])] {
+        let arguments: [&[&str]; 3] = [&["--max-turns", "abc"], &["--timeout", "-1"], &["--nonsense"]];
+        for flags in arguments {
+            let ran = home.ran(&[&["run", "hi", "--output-format", format], flags].concat());
+            assert_eq!(ran.code, Some(2));
+            let lines: Vec<Value> = ran.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+            assert_eq!(lines.iter().map(|line| line["type"].as_str().unwrap()).collect::<Vec<_>>(), kinds);
+            let error = lines.last().unwrap()["error"].as_str().unwrap();
+            assert!(error.contains(flags[0]) && !error.contains('\n'), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_tool_that_is_left_out_is_named_where_it_is_asked_for() {
+    let home = Home::new();
+    let model = home.script(json!([{"text": "hi"}]));
+    let file = home.work().join("tools.json");
+    fs::write(&file, r#"[{"name": "f", "parameters": {"type": "objekt"}}]"#).unwrap();
+    for choice in ["f", "required"] {
+        let ran = home.ran(&[
+            "run",
+            "hi",
+            "--model",
+            &model,
+            "--tools",
+            "none",
+            "--tool-file",
+            "tools.json",
+            "--tool-choice",
+            choice,
+        ]);
+        assert_eq!(ran.code, Some(2));
+        assert!(ran.err.contains("the tool `f` is left out: its schema cannot be used"), "{}", ran.err);
+    }
+}
+
 #[test]
 fn the_small_commands_answer() {
     let home = Home::new();
