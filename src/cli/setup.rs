@@ -1,5 +1,6 @@
 //! From flags to an agent: the one place where the rooms are put together.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -119,7 +120,7 @@ pub fn prepare(
     let (toolbox, left_out) = Toolbox::new(offered);
     check_tool_choice(&flags.tool_choice, &toolbox, &left_out)?;
     said.extend(left_out);
-    let rules = rules(flags, &cwd)?;
+    let rules = rules(flags, &cwd, &toolbox)?;
     let sampling = sampling(options.sampling, before.map(|run| run.sampling));
     let system = flags.system.clone().or_else(|| before.and_then(|run| run.system.clone()));
 
@@ -222,10 +223,25 @@ fn check_tool_choice(choice: &ToolChoice, toolbox: &Toolbox, left_out: &[String]
     }
 }
 
-fn rules(flags: &AgentOptions, cwd: &Path) -> Result<Rules, Fault> {
+fn rules(flags: &AgentOptions, cwd: &Path, toolbox: &Toolbox) -> Result<Rules, Fault> {
     let mut rules = Rules::new(cwd, flags.permission_mode)
         .map_err(|error| Fault::failed(format!("cannot resolve {}: {error}", cwd.display())))?;
+    let known: BTreeSet<String> = Tools::builtin(None)
+        .map(|tools| tools.specs())
+        .map_err(Fault::failed)?
+        .into_iter()
+        .chain(toolbox.specs().iter().cloned())
+        .map(|spec| spec.name)
+        .collect();
     for rule in &flags.allow {
+        // A rule for a tool that does not exist would allow nothing, and nobody would know why.
+        let name = rule.split('(').next().unwrap_or_default().trim();
+        if !name.is_empty() && !known.iter().any(|known| known.eq_ignore_ascii_case(name)) {
+            return Err(Fault::usage(format!(
+                "--allow '{rule}': there is no tool `{name}`; one rule a flag, of {}",
+                known.into_iter().collect::<Vec<_>>().join(", ")
+            )));
+        }
         rules.allow(rule).map_err(|why| Fault::usage(format!("--allow: {why}")))?;
     }
     Ok(rules)

@@ -225,6 +225,8 @@ fn usage_errors_are_two() {
     check(&["run", "--device", "tpu", "x"], "possible values");
     check(&["run", "--permission-mode", "yolo", "x"], "there is no permission mode");
     check(&["run", "--output-format", "xml", "x"], "stream-json");
+    check(&["run", "--allow", "Bsh(x)", "x", "--model", "scripted:x"], "there is no tool `Bsh`");
+    check(&["run", "--allow", "Edit,Write", "x", "--model", "scripted:x"], "one rule a flag");
     check(&["run", "  "], "the task is empty");
     check(&["run"], "the task is empty");
     check(&["flee"], "unrecognized subcommand");
