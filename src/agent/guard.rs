@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+use crate::chat::ROUTE_TOOL;
 use crate::message::{ToolCall, ToolResult, json_canonical};
 use crate::session::Event;
 
@@ -100,8 +101,12 @@ pub(super) fn last_answer<'a>(events: impl DoubleEndedIterator<Item = &'a Event>
     last.map(|result| if result.led_nowhere { Answer::Useless } else { Answer::Useful })
 }
 
-/// Whether a reply is the task over again, whatever its case, spaces and punctuation.
-pub(super) fn echoes(reply: &str, question: &str) -> bool {
+/// Whether a reply is the task over again, whatever its case, spaces and punctuation, or begins as a call does in the examples of
+/// the system prompt.
+pub(super) fn is_no_answer(reply: &str, question: &str) -> bool {
+    if reply.trim_start().starts_with(ROUTE_TOOL) {
+        return true;
+    }
     let words = |text: &str| -> Vec<String> {
         text.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty()).map(str::to_lowercase).collect()
     };
@@ -119,7 +124,7 @@ pub(super) fn reminder(question: &str, effect: Effect) -> String {
     }
 }
 
-/// What stands after the last result once a reply has only repeated the task.
+/// What stands after the last result once a reply was no answer.
 pub(super) fn own_words(last: Answer) -> &'static str {
     match last {
         Answer::Useful => "say to the user in one short sentence what was done or found",
@@ -227,13 +232,16 @@ mod tests {
     }
 
     #[test]
-    fn an_echo_is_the_task_and_nothing_else() {
-        let check =
-            |reply: &str, task: &str, expected: bool| assert_eq!(echoes(reply, task), expected, "{reply:?} {task:?}");
+    fn what_is_no_answer() {
+        let check = |reply: &str, task: &str, expected: bool| {
+            assert_eq!(is_no_answer(reply, task), expected, "{reply:?} {task:?}")
+        };
         check("Sửa tệp a.txt", " sửa  tệp A.txt. ", true);
         check("I changed a.txt.", "change a.txt", false);
         check("change a.txt: done", "change a.txt", false);
         check("", "?", false);
+        check("\nTool: Bash\n[no output]", "?", true);
+        check("Tool use is over.", "?", false);
     }
 
     #[test]

@@ -121,8 +121,8 @@ impl<'a, 'o> Run<'a, 'o> {
     }
 
     /// One reply of the model, logged. A reply that only repeats is thrown away: where the repeated call led nowhere, its tool is
-    /// withheld and another one asked for; where it was answered, or the model insists, calls are masked out. So is a reply
-    /// that is the task over again.
+    /// withheld and another one asked for; where it was answered, or the model insists, calls are masked out. So
+    /// they are after a reply that is no answer.
     async fn step(&mut self) -> Result<AssistantMessage, End> {
         let mut reply = self.complete(self.tool_choice(), Vec::new()).await?;
         if let Some(repeat) = self.repeated(&reply)
@@ -138,11 +138,11 @@ impl<'a, 'o> Run<'a, 'o> {
             self.discard(reply, repeat.call_id, guard::reminder(&self.question(), guard::Effect::Reads), Vec::new())?;
             reply = self.complete(ToolChoice::None, Vec::new()).await?;
         }
-        if let Some((call_id, last)) = self.echoed(&reply) {
+        if let Some((call_id, last)) = self.unanswered(&reply) {
             self.discard(reply, call_id, guard::own_words(last).into(), Vec::new())?;
             reply = self.complete(ToolChoice::None, Vec::new()).await?;
-            if self.echoed(&reply).is_some() {
-                self.note("the model's answer is the task over again; the last result says what was done".into())?;
+            if self.unanswered(&reply).is_some() {
+                self.note("this is no answer of the model's own; the last result says what was done".into())?;
             }
         }
         self.record(reply)
@@ -231,10 +231,13 @@ impl<'a, 'o> Run<'a, 'o> {
         Some(Repeat { call_id: self.last_result()?, useless })
     }
 
-    /// Where a reply after a result is the task over again: the result's call, and what it gave.
-    fn echoed(&self, reply: &Completion) -> Option<(String, guard::Answer)> {
+    /// Where a reply after a result is no answer: the result's call, and what it gave.
+    fn unanswered(&self, reply: &Completion) -> Option<(String, guard::Answer)> {
         let message = &reply.message;
-        if !self.agent.settings.guard || !message.calls.is_empty() || !guard::echoes(&message.text, &self.question()) {
+        if !self.agent.settings.guard
+            || !message.calls.is_empty()
+            || !guard::is_no_answer(&message.text, &self.question())
+        {
             return None;
         }
         let last = guard::last_answer(self.session.events())?;

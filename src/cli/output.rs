@@ -236,7 +236,7 @@ impl Front {
                 self.say(
                     "2",
                     &match withheld.is_empty() {
-                        true if calls.is_empty() => "↺ that was the task over again; asking for an answer".into(),
+                        true if calls.is_empty() => "↺ that was no answer; asking for one".into(),
                         true => format!("↺ {repeated} was answered already; asking for the answer"),
                         false => format!(
                             "↺ {repeated} led nowhere before; asking for a call of another tool than {}",

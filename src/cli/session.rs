@@ -158,7 +158,7 @@ fn entry(text: &mut String, record: &Record) {
         }
         Event::RepeatGuarded { calls, reminder, withheld, .. } => {
             let what = match calls.as_slice() {
-                [] => "the reply was the task over again".into(),
+                [] => "the reply was no answer".into(),
                 calls => format!("{} was answered already", describe_calls(calls)),
             };
             let next = if withheld.is_empty() { String::new() } else { format!(", withheld: {}", withheld.join(", ")) };

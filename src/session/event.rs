@@ -72,7 +72,7 @@ pub enum Event {
         result: ToolResult,
         duration_ms: u64,
     },
-    /// A reply was thrown away because it only repeated calls that had been answered or, with no calls, the task. The result of `call_id`, the last one,
+    /// A reply was thrown away because it only repeated calls that had been answered or, with no calls, was no answer. The result of `call_id`, the last one,
     /// gets `reminder`. `withheld`: the tools that the next reply may not call; without any, it may call none at all.
     RepeatGuarded {
         calls: Vec<ToolCall>,
