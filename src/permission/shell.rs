@@ -9,9 +9,12 @@ pub(super) fn simple_commands(line: &str) -> Result<Vec<String>, &'static str> {
     const SUBSTITUTION: &str = "it substitutes a command's output or a computed value";
     let mut commands = Vec::new();
     let mut now = Simple::default();
+    let line = join_continued(line);
+    let line = line.as_str();
     let mut rest = line;
     // Bash evaluates an array index that a builtin is given as text, quoted or not: `test -v 'a[$(rm x)]'`.
-    if line.split_once('[').is_some_and(|(_, index)| index.contains("$(") || index.contains('`')) {
+    let index = line.split_once('[').map(|(_, index)| index.replace("\\\n", "")).unwrap_or_default();
+    if index.contains("$(") || index.contains('`') {
         return Err(SUBSTITUTION);
     }
     while let Some(char) = rest.chars().next() {
@@ -53,7 +56,6 @@ pub(super) fn simple_commands(line: &str) -> Result<Vec<String>, &'static str> {
             }
             '\\' => match next {
                 None => return Err("it ends in a backslash"),
-                Some('\n') => rest = &after[1..],
                 Some(escaped) => {
                     now.push(&line[line.len() - after.len() - 1..][..1 + escaped.len_utf8()]);
                     rest = &after[escaped.len_utf8()..];
@@ -67,6 +69,32 @@ pub(super) fn simple_commands(line: &str) -> Result<Vec<String>, &'static str> {
     }
     now.end(&mut commands);
     Ok(commands)
+}
+
+/// The line without the backslashes at line ends that the shell takes out before it looks for anything else, so that a
+/// `$` and a `(` with one between them are a `$(`. Inside single quotes they stay.
+fn join_continued(line: &str) -> String {
+    let mut joined = String::with_capacity(line.len());
+    let mut chars = line.chars().peekable();
+    let mut quote = None;
+    while let Some(char) = chars.next() {
+        match char {
+            '\\' if quote != Some('\'') => match chars.next() {
+                Some('\n') => continue,
+                Some(escaped) => joined.extend([char, escaped]),
+                None => joined.push(char),
+            },
+            _ => {
+                match quote {
+                    None if matches!(char, '\'' | '"') => quote = Some(char),
+                    Some(open) if open == char => quote = None,
+                    _ => {}
+                }
+                joined.push(char);
+            }
+        }
+    }
+    joined
 }
 
 #[derive(Default)]
@@ -138,8 +166,8 @@ fn end_of_double_quotes(text: &str) -> Option<usize> {
     })
 }
 
-/// Whether `text` is what `pattern` says: `*` stands for anything, and a final ` *` (or `:*`) also for nothing, so that
-/// `git *` is `git` and `git status` but not `gitk`. Without a `*` they must be equal.
+/// Whether `text` is what `pattern` says: `*` stands for anything but an assignment before the program, and a final ` *`
+/// (or `:*`) also for nothing, so that `git *` is `git` and `git status` but not `gitk`. Without a `*` they must be equal.
 pub(super) fn matches(pattern: &str, text: &str) -> bool {
     match pattern.strip_suffix(":*").or_else(|| pattern.strip_suffix(" *")) {
         Some(prefix) => wildcard(prefix, text) || wildcard(&format!("{prefix} *"), text),
@@ -151,12 +179,53 @@ fn wildcard(pattern: &str, text: &str) -> bool {
     let mut pieces = pattern.split('*');
     let first = pieces.next().unwrap_or_default();
     let Some(mut rest) = text.strip_prefix(first) else { return false };
+    // Where a `*` took in a part of an assignment, it would take in the program after it too: `git*`, `gitx=1 rm`.
+    if first.len() < assignments(text) {
+        return false;
+    }
     let Some(last) = pieces.next_back() else { return rest.is_empty() };
     for piece in pieces {
         let Some(at) = rest.find(piece) else { return false };
         rest = &rest[at + piece.len()..];
     }
     rest.ends_with(last)
+}
+
+/// The length of the assignments that a simple command begins with, each with the space after it.
+fn assignments(simple: &str) -> usize {
+    let mut length = 0;
+    loop {
+        let rest = &simple[length..];
+        let word = &rest[..end_of_word(rest)];
+        let after_name = word.trim_start_matches(|char: char| char.is_ascii_alphanumeric() || char == '_');
+        let named = after_name.len() < word.len() && !word.starts_with(|char: char| char.is_ascii_digit());
+        if named && after_name.starts_with('[') {
+            // An index may hold blanks: where the word ends is not certain, so all counts as assigned.
+            return simple.len();
+        }
+        if !named || !(after_name.starts_with('=') || after_name.starts_with("+=")) {
+            return length;
+        }
+        length = simple.len().min(length + word.len() + 1);
+    }
+}
+
+/// Where the first blank outside quotes is.
+fn end_of_word(text: &str) -> usize {
+    let mut quote = None;
+    let mut escaped = false;
+    let blank = text.char_indices().find(|&(_, char)| {
+        match (quote, char) {
+            _ if escaped => escaped = false,
+            (None | Some('"'), '\\') => escaped = true,
+            (None, '\'' | '"') => quote = Some(char),
+            (Some(open), _) if open == char => quote = None,
+            (None, ' ') => return true,
+            _ => {}
+        }
+        false
+    });
+    blank.map_or(text.len(), |(at, _)| at)
 }
 
 /// A rule that allows this simple command: every use of the program, or, where that would mean every program (shells,
@@ -211,6 +280,9 @@ mod tests {
         check("echo \"a \\\\\" ; b", &["echo \"a \\\\\"", "b"]);
         check("git \\\n status", &["git status"]);
         check("git st\\\natus", &["git status"]);
+        check("git a &\\\n& git b |\\\n| git c\\\n", &["git a", "git b", "git c"]);
+        check("git 'a\\\nb' \"c\\\nd\" e\\\\\nf", &["git 'a\\\nb' \"cd\" e\\\\", "f"]);
+        check("git a 2>\\\n&1 >/dev/\\\nnull", &["git a"]);
         check("ls $HOME *.rs {a,b} ~", &["ls $HOME *.rs {a,b} ~"]);
         check("cargo test 2>&1 | tail -3", &["cargo test", "tail -3"]);
         check("a 2>/dev/null; b >/dev/null 2>&1; c </dev/null; d > /dev/null;e>&2", &["a", "b", "c", "d", "e"]);
@@ -262,6 +334,22 @@ mod tests {
             "test -v 'a[$(id)]'",
             "test -v 'a[`id`]'",
             "echo \"\\\\$(id)\"",
+            // The shell takes a backslash at a line end out first.
+            "git \"$\\\n(id)\"",
+            "git $\\\n(id)",
+            "git $\\\n\\\n(id)",
+            "git $\\\n'\\'' ; id #'",
+            "git $\\\n{x}",
+            "git \"$\\\n{x}\"",
+            "git <\\\n(id)",
+            "git <\\\n<E",
+            "git &\\\n>f",
+            "git >&1\\\nx",
+            "git ;\\\n;",
+            "git \\\n# '",
+            "git \\\\\\\n$(id)",
+            "test -v 'a[$\\\n(id)]'",
+            "git \\\n\\",
         ] {
             assert!(simple_commands(line).is_err(), "{line:?} {:?}", simple_commands(line));
         }
@@ -280,6 +368,19 @@ mod tests {
             ("*", &["", "x y"], &[]),
             ("ls *.rs", &["ls a.rs", "ls .rs"], &["ls", "ls a.rsx"]),
             ("echo chào *", &["echo chào", "echo chào bạn"], &["echo chàobạn"]),
+            (
+                "git*",
+                &["git x=1", "git-x=1", "git.x[0]=1 y", "git\"x\"=1", "git"],
+                &["gitx=1 id", "gitx=1", "gitx+=1 id", "gitx[0]=1 id", "gitx[a b]+=1 id", "git=' ' id", "_git=1 git"],
+            ),
+            ("A=1 git*", &["A=1 git", "A=1 gitk x"], &["A=1 gitx=1 id", "A=1 B=1 git", "A=12 git", "git"]),
+            ("A='x y' git *", &["A='x y' git a"], &["A='x z' git a", "A='x y' B=1 git a"]),
+            ("A=\"x \\\" y\" git *", &["A=\"x \\\" y\" git"], &["A=\"x \\\" y\" B=1 git"]),
+            ("A=1 *", &["A=1 git", "A=1"], &["A=1 B=2 git", "A=1x git"]),
+            ("A=* git", &[], &["A=1 git", "A=1 id git"]),
+            ("A=1", &["A=1"], &["A=1 git"]),
+            ("a[0]=1 git", &["a[0]=1 git"], &["a[0]=1 id"]),
+            ("* --version", &[], &["A=1 git --version"]),
         ] {
             yes.iter().for_each(|text| assert!(matches(pattern, text), "{pattern} {text}"));
             no.iter().for_each(|text| assert!(!matches(pattern, text), "{pattern} {text}"));

@@ -157,6 +157,8 @@ fn commands_are_allowed_when_every_part_is() {
                 "sudo git status",
                 "(git status)",
                 "git status # '\nrm x\n# '",
+                "git --version \"$\\\n(touch x)\"",
+                "git --version $\\\n'\\'' ; id #'",
                 "/bin/git status",
                 "if git status; then rm x; fi",
                 "",
@@ -164,7 +166,7 @@ fn commands_are_allowed_when_every_part_is() {
             ],
         ),
         (&["Bash(git:*)"], &["git status"], &["gitk"]),
-        (&["Bash(git*)"], &["gitk", "git status"], &["ls"]),
+        (&["Bash(git*)"], &["gitk", "git status"], &["ls", "gitx=1 ls", "2>/dev/null gitx=1 ls"]),
         (&["Bash(cargo test)"], &["cargo test", "cargo  test"], &["cargo test x", "cargo test; ls"]),
         (&["Bash(git *)", "Bash(wc *)"], &["git log | wc -l"], &["git log | sort"]),
         (&["Bash(echo $(date) > f)"], &["echo $(date) > f"], &["echo $(date) > g"]),
@@ -316,4 +318,44 @@ async fn a_person_is_asked_and_remembered() {
         Settled::Allowed { by: "rule Bash(git *)".into() }
     );
     assert_eq!(approver.1.lock().unwrap().len(), 3);
+}
+
+/// Lines of pieces that mean something to a shell: where a rule for `git` allows one, bash runs no other program.
+#[test]
+#[allow(clippy::disallowed_methods)]
+fn a_rule_for_one_program_lets_no_other_run() {
+    use proptest::strategy::{Strategy, ValueTree};
+    use std::process::{Command, Stdio};
+    #[rustfmt::skip]
+    const PIECES: [&str; 27] = [
+        "git ", "git", "id ", "id", "(id)", "\"$\\\n(id", "{id;}", "x=1 id", "x+=1 ", "x[0]=1 ", "\\\n", "\\\n", "\\", "\n", "$",
+        ")\"", "}", "`", "'", "\"", ";", "&", "|", "<", ">", " ", "#",
+    ];
+    // Whatever is no function ends in the handler: nothing is in PATH.
+    const SCRIPT: &str = r#"
+        PATH=/nowhere
+        git() { :; }
+        command_not_found_handle() { case $1 in git*) ;; *) echo "$1" >&3 ;; esac; }
+        while IFS= read -r -d '' line; do
+            ran=$(eval "$line" 3>&1 >/dev/null 2>&1 </dev/null)
+            [[ -z $ran ]] || printf '%q ran %q\n' "$line" "$ran"
+        done
+    "#;
+    let place = Place::new();
+    let rules = place.rules(Mode::Default, &["Bash(git *)", "Bash(git*)"]);
+    let mut runner = proptest::test_runner::TestRunner::deterministic();
+    let lines = proptest::collection::vec(proptest::sample::select(&PIECES), 1..10)
+        .prop_map(|pieces| format!("git{}", pieces.concat()))
+        .prop_filter("refused", |line| {
+            matches!(rules.decide("Bash", &[Access::Run(line.clone())]), Decision::Allow { .. })
+        });
+    let file = place.root.join("lines");
+    let allowed: Vec<u8> =
+        (0..2000).flat_map(|_| (lines.new_tree(&mut runner).unwrap().current() + "\0").into_bytes()).collect();
+    std::fs::write(&file, allowed).unwrap();
+    let mut bash = Command::new("bash");
+    bash.args(["-c", SCRIPT]).current_dir(place.root.join("out")).stdin(std::fs::File::open(&file).unwrap());
+    let Ok(output) = bash.stderr(Stdio::inherit()).output() else { return };
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "");
+    assert_eq!(std::fs::read_dir(place.root.join("out")).unwrap().count(), 1, "a file was written");
 }
