@@ -2,8 +2,10 @@
 //!
 //! Every child gets a process group of its own, a closed standard input and a pager that does not wait. When it ends,
 //! is cancelled, runs out of time, or its future is dropped, the whole group goes with it: nothing that a call started
-//! in the background outlives the call. Two limits of that, until the sandbox: a process that leaves its group
-//! (`setsid`) is not followed, and when cob itself dies by SIGKILL only the direct child dies with it (Linux).
+//! in the background outlives the call. On Linux neither does what left its group (`setsid`): a variable in its
+//! environment gives it away. Two limits of that, until the sandbox: what has left its group and also sheds its
+//! environment (`setsid env -i`; elsewhere than on Linux all that left) is not found, and when cob itself dies by
+//! SIGKILL only the direct child dies with it (Linux).
 
 // This is the one place where children are started.
 #![allow(clippy::disallowed_methods)]
@@ -29,6 +31,7 @@ use capture::Capture;
 pub use capture::Captured;
 pub use environment::is_secret;
 use group::Group;
+pub use group::kill_all;
 
 /// Between the polite signal and SIGKILL. Ctrl-C must be over within a second.
 const TERM_GRACE: Duration = Duration::from_millis(300);
@@ -99,7 +102,7 @@ pub struct Finished {
     pub ended: Ended,
     pub stdout: Captured,
     pub stderr: Captured,
-    /// The child ended by itself and left processes running in its group; they were killed.
+    /// The child ended by itself and left processes running; those that were found were killed.
     pub background_killed: bool,
 }
 
@@ -131,7 +134,8 @@ pub enum Ended {
 pub async fn run(spec: Command, cancel: &CancellationToken) -> io::Result<Finished> {
     let name = spec.program.name();
     let mut command = tokio::process::Command::from(prepare(&spec.program, &spec.cwd, spec.environment)?);
-    command.envs(spec.variables).kill_on_drop(true);
+    let mark = group::mark();
+    command.envs(spec.variables).env(group::MARK, &mark).kill_on_drop(true);
     let (stdout, stderr) = match spec.streams {
         Streams::Merged => {
             let (reader, writer) = io::pipe()?;
@@ -151,7 +155,7 @@ pub async fn run(spec: Command, cancel: &CancellationToken) -> io::Result<Finish
         let _context = runtime.enter();
         // The guard is made beside the child, so that a future dropped right now still kills the group.
         let child = command.spawn().map(|child| {
-            let group = Group::new(child.id());
+            let group = Group::new(child.id(), mark);
             (child, group)
         });
         drop(command); // Our copies of the write ends: the pipes must close with the children.
@@ -181,14 +185,14 @@ pub async fn run(spec: Command, cancel: &CancellationToken) -> io::Result<Finish
             }
             () = cancel.cancelled(), if stage == Stage::Running => {
                 ended = Ended::Cancelled;
-                group.signal(libc::SIGTERM);
+                group.terminate();
                 stage = Stage::Terminating;
                 deadline = Instant::now() + TERM_GRACE;
             }
             () = tokio::time::sleep_until(deadline) => match stage {
                 Stage::Running => {
                     ended = Ended::TimedOut;
-                    group.signal(libc::SIGTERM);
+                    group.terminate();
                     stage = Stage::Terminating;
                     deadline = Instant::now() + TERM_GRACE;
                 }
@@ -197,11 +201,11 @@ pub async fn run(spec: Command, cancel: &CancellationToken) -> io::Result<Finish
                         // Whatever holds the pipe is still there, or it would be closed.
                         group.left_behind = true;
                     }
-                    group.signal(libc::SIGKILL);
+                    group.kill();
                     stage = Stage::Killed;
                     deadline = Instant::now() + DRAIN_GRACE;
                 }
-                // A process that left the group holds the pipe, or one sits in the kernel. Waiting would not end.
+                // A process that was not found holds the pipe, or one sits in the kernel. Waiting would not end.
                 Stage::Killed => break,
             }
         }
@@ -239,16 +243,17 @@ pub fn run_to_end(
     };
     let name = program.name();
     let mut command = prepare(&program, dir, Environment::Full)?;
-    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mark = group::mark();
+    command.env(group::MARK, &mark).stdout(Stdio::piped()).stderr(Stdio::piped());
     let (sender, started) = mpsc::channel();
     on_spawner(move || {
         let child = command.spawn().map(|child| {
-            let group = Group::new(Some(child.id()));
+            let group = Group::new(Some(child.id()), mark);
             (child, group)
         });
         let _ = sender.send(child);
     });
-    let (mut child, mut group) = started
+    let (mut child, group) = started
         .recv()
         .map_err(|_| io::Error::other("the thread that starts children is gone"))?
         .map_err(|error| could_not_start(&name, error))?;
@@ -272,16 +277,16 @@ pub fn run_to_end(
             break status;
         }
         if cancel.is_cancelled() {
-            group.signal(libc::SIGTERM);
+            group.terminate();
             std::thread::sleep(TERM_GRACE);
-            group.signal(libc::SIGKILL);
+            group.kill();
             child.wait()?;
             return Err(io::Error::new(io::ErrorKind::Interrupted, format!("{name} was interrupted")));
         }
         std::thread::sleep(Duration::from_millis(20));
     };
     // Before the readers: a process left behind would hold their pipes.
-    group.signal(libc::SIGKILL);
+    group.kill();
     let take = |stream: Option<mpsc::Receiver<Vec<u8>>>| {
         stream.and_then(|receiver| receiver.recv_timeout(Duration::from_secs(2)).ok()).unwrap_or_default()
     };

@@ -130,9 +130,24 @@ async fn a_background_child_neither_hangs_the_call_nor_outlives_it() {
     }
 }
 
+#[cfg(target_os = "linux")]
 #[tokio::test]
-async fn a_process_that_left_the_group_does_not_hang_the_call() {
-    let finished = output("setsid sleep 5 & sleep 0.1; echo done").await;
+async fn what_left_the_group_does_not_outlive_the_call_either() {
+    async fn check(line: &str, ended: Ended) {
+        let spec = Command { timeout: Duration::from_millis(1500), ..command(line) };
+        let finished = run(spec, &CancellationToken::new()).await.unwrap();
+        assert_eq!((finished.ended, finished.background_killed), (ended, ended == Ended::Itself), "{line}");
+        assert!(gone(&finished.stdout.text).await, "{line}");
+    }
+    check("setsid sh -c 'echo $$; exec sleep 600' & sleep 0.1", Ended::Itself).await;
+    check("setsid sh -c 'echo $$; exec sleep 600 >/dev/null 2>&1' & sleep 0.1", Ended::Itself).await;
+    // Its parent has ended, and it ignores the polite signal.
+    check("(setsid sh -c 'trap \"\" TERM; echo $$; exec sleep 600' &); sleep 600", Ended::TimedOut).await;
+}
+
+#[tokio::test]
+async fn a_process_that_cannot_be_found_does_not_hang_the_call() {
+    let finished = output("setsid env -i sleep 5 & sleep 0.1; echo done").await;
     assert_eq!(finished.stdout.text, "done\n");
 }
 

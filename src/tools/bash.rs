@@ -94,7 +94,7 @@ async fn bash(arguments: Value, context: &ToolContext) -> Result<ToolOutput, Str
             let shorter = asked.is_some_and(|asked| asked > timeout);
             let limit = if shorter { ", the most a call may take" } else { "" };
             notes.push(format!(
-                "timed out after {} ms{limit}; the command and its children were killed",
+                "timed out after {} ms{limit}; the command and all of its processes that could be found were killed",
                 timeout.as_millis()
             ));
         }

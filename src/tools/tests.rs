@@ -611,7 +611,8 @@ async fn bash_reports_output_and_end() {
         assert_eq!((output.is_error, output.text.as_str()), (is_error, expected), "{command}");
     }
     let output = place.call("Bash", json!({"command": "echo before; sleep 600", "timeout": 1000})).await;
-    let expected = "before\n[timed out after 1000 ms; the command and its children were killed]\n";
+    let expected =
+        "before\n[timed out after 1000 ms; the command and all of its processes that could be found were killed]\n";
     assert_eq!((output.is_error, output.text.as_str()), (true, expected));
     let text = place.ok("Bash", json!({"command": "seq 100000"})).await;
     assert!(text.starts_with("1\n2\n") && text.contains("\n99999\n100000\n[") && text.contains(" bytes cut ...]\n"));
