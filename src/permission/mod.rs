@@ -19,7 +19,8 @@
 //! | `MyTool` | whatever a tool that is not built in does |
 //!
 //! A command line of several commands is allowed when each of them is. One that cannot be cut into simple commands with
-//! certainty (`$(…)`, a redirection to a file, a comment …) needs `Bash`, or a rule that says exactly this line.
+//! certainty (`$(…)`, a redirection to a file, a comment …) needs `Bash`, or a rule that says exactly this line. An
+//! assignment before the program (`FOO=1 git status`) is taken in by no `*`: the rule must spell it (`Bash(FOO=1 git *)`).
 
 mod path;
 mod rule;
