@@ -103,7 +103,7 @@ fn talk(args: &ChatArgs, runtime: &Runtime, interrupts: &Interrupts) -> Result<u
         let report = Report { session_id: Some(session.id().to_owned()), model, outcome };
         front.result(&report, args.agent.permission_mode);
         front.again();
-        if reason == StopReason::Terminated {
+        if let Some(reason) = interrupts.leaving().or(Some(reason).filter(|&reason| reason == StopReason::Terminated)) {
             return Ok(exit_code(reason));
         }
     }

@@ -1,11 +1,18 @@
-//! Ctrl-C and SIGTERM, for commands that run an agent: the first stops the task, a second one ends the process.
+//! Ctrl-C, SIGTERM and SIGHUP, for commands that run an agent: the first stops the task, a second one ends the process.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 
 use tokio::runtime::Handle;
 
+use super::signals::Listener;
 use crate::agent::Stop;
 use crate::message::StopReason;
+use crate::process;
+
+/// How long a task that lost its children to a second signal may take to write its result: what the loop itself grants
+/// a completion or a tool, and a bit.
+const RESULT_GRACE: Duration = Duration::from_secs(1);
 
 /// What is left to do before the process ends at once.
 type Tidy = Box<dyn FnOnce() + Send>;
@@ -17,6 +24,8 @@ pub struct Interrupts {
     current: Arc<Mutex<Option<Stop>>>,
     /// Called before the process ends at once.
     at_exit: Arc<Mutex<Option<Tidy>>>,
+    /// A second signal came: the process ends, with the result of the task or without it.
+    leaving: Arc<OnceLock<StopReason>>,
 }
 
 impl Interrupts {
@@ -26,11 +35,10 @@ impl Interrupts {
         let heard = interrupts.clone();
         // Registered before anything runs, so that no signal falls between.
         let _guard = runtime.enter();
-        let Some(mut signals) = Signals::new() else { return interrupts };
+        let Some(mut signals) = Listener::new() else { return interrupts };
         runtime.spawn(async move {
             loop {
-                let reason = signals.next().await;
-                heard.signalled(reason);
+                heard.signalled(signals.next().await);
             }
         });
         interrupts
@@ -53,57 +61,32 @@ impl Interrupts {
         *self.at_exit.lock().unwrap_or_else(|e| e.into_inner()) = Some(Box::new(tidy));
     }
 
+    /// Why nothing more is to begin, once a second signal came.
+    pub fn leaving(&self) -> Option<StopReason> {
+        self.leaving.get().copied()
+    }
+
     fn signalled(&self, reason: StopReason) {
         let current = self.current.lock().unwrap_or_else(|e| e.into_inner()).clone();
         match current {
             Some(stop) if stop.reason().is_none() => stop.request(reason),
-            _ => {
-                if let Some(tidy) = self.at_exit.lock().unwrap_or_else(|e| e.into_inner()).take() {
-                    tidy();
-                }
-                std::process::exit(i32::from(super::exit_code(reason)));
+            Some(_) => {
+                let _ = self.leaving.set(reason);
+                process::kill_all();
+                let interrupts = self.clone();
+                std::thread::spawn(move || {
+                    std::thread::sleep(RESULT_GRACE);
+                    interrupts.leave(reason);
+                });
             }
+            None => self.leave(reason),
         }
     }
-}
 
-#[cfg(unix)]
-struct Signals {
-    interrupt: tokio::signal::unix::Signal,
-    terminate: tokio::signal::unix::Signal,
-}
-
-#[cfg(unix)]
-impl Signals {
-    fn new() -> Option<Signals> {
-        use tokio::signal::unix::{SignalKind, signal};
-        Some(Signals {
-            interrupt: signal(SignalKind::interrupt()).ok()?,
-            terminate: signal(SignalKind::terminate()).ok()?,
-        })
-    }
-
-    async fn next(&mut self) -> StopReason {
-        tokio::select! {
-            _ = self.interrupt.recv() => StopReason::Interrupted,
-            _ = self.terminate.recv() => StopReason::Terminated,
+    fn leave(&self, reason: StopReason) -> ! {
+        if let Some(tidy) = self.at_exit.lock().unwrap_or_else(|e| e.into_inner()).take() {
+            tidy();
         }
-    }
-}
-
-#[cfg(not(unix))]
-struct Signals;
-
-#[cfg(not(unix))]
-impl Signals {
-    fn new() -> Option<Signals> {
-        Some(Signals)
-    }
-
-    async fn next(&mut self) -> StopReason {
-        if tokio::signal::ctrl_c().await.is_err() {
-            std::future::pending::<()>().await;
-        }
-        StopReason::Interrupted
+        std::process::exit(i32::from(super::exit_code(reason)))
     }
 }

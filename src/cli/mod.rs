@@ -1,7 +1,7 @@
 //! The front end: the one room that prints.
 //!
 //! Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 failed, 2 a usage error, 3 stopped
-//! by a limit, 4 refused before or instead of work, 130 interrupted, 143 terminated.
+//! by a limit, 4 refused before or instead of work, 130 interrupted, 143 terminated (SIGTERM, or SIGHUP: its terminal was closed).
 
 mod approve;
 mod args;
@@ -27,6 +27,7 @@ use std::process::ExitCode;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::message::StopReason;
+use crate::process;
 
 /// An AI agent on a small Qwen2.5 that lives in the same process
 #[derive(Parser)]
@@ -99,11 +100,12 @@ Examples:
 pub fn main() -> ExitCode {
     let level = tracing_subscriber::EnvFilter::try_from_env("COB_LOG").unwrap_or_else(|_| "warn".into());
     tracing_subscriber::fmt().with_env_filter(level).with_writer(std::io::stderr).without_time().init();
+    signals::outlive_the_file_limit();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return ExitCode::from(misused(&error)),
     };
-    ExitCode::from(match cli.command {
+    let code = match cli.command {
         Command::Run(args) => run::run(args),
         Command::Chat(args) => chat::run(args),
         Command::Model(args) => model::run(args),
@@ -115,7 +117,10 @@ pub fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(args),
         Command::Completions { shell } => completions(shell),
         Command::Man(args) => man(args),
-    })
+    };
+    // A tool that did not end when it was told to is not waited for, and neither may its children stay.
+    process::kill_all();
+    ExitCode::from(code)
 }
 
 /// Says what is wrong with the flags, or shows the help that was asked for; the exit code. A program that reads JSON gets its one

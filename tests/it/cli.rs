@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -342,7 +343,19 @@ struct Live {
 impl Live {
     fn start(home: &Home, model: &str, flags: &[&str]) -> Live {
         let mut command = home.cob(&["run", "--output-format", "stream-json", "--model", model]);
-        let mut child = command.args(flags).arg("go").spawn().unwrap();
+        Live::of(command.args(flags).arg("go"))
+    }
+
+    fn of(command: &mut Command) -> Live {
+        // The tests themselves may run under `nohup`.
+        // SAFETY: signal may be called between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                libc::signal(libc::SIGHUP, libc::SIG_DFL);
+                Ok(())
+            })
+        };
+        let mut child = command.spawn().unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap());
         let mut read = String::new();
         lines.read_line(&mut read).unwrap();
@@ -379,7 +392,9 @@ fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
 #[test]
 fn a_signal_stops_the_model_at_once_and_the_session_resumes() {
     let home = Home::new();
-    for (signal, code, reason) in [(libc::SIGINT, 130, "interrupted"), (libc::SIGTERM, 143, "terminated")] {
+    for (signal, code, reason) in
+        [(libc::SIGINT, 130, "interrupted"), (libc::SIGTERM, 143, "terminated"), (libc::SIGHUP, 143, "terminated")]
+    {
         let model = home.script(json!([{"delay_ms": 600_000}]));
         let live = Live::start(&home, &model, &[]);
         let id = live.id.clone();
@@ -395,24 +410,46 @@ fn a_signal_stops_the_model_at_once_and_the_session_resumes() {
 }
 
 #[test]
-fn a_signal_kills_the_children_of_a_tool() {
+fn a_hangup_is_ignored_under_nohup() {
     let home = Home::new();
-    let model = home.script(json!([call("Bash", json!({"command": "echo $$ > pid; sleep 600"}))]));
-    let mut live = Live::start(&home, &model, &["--allow", "Bash"]);
-    live.wait_for("tool_started");
-    let file = home.work().join("pid");
-    wait_until("the command begins", || fs::read_to_string(&file).is_ok_and(|text| text.ends_with('\n')));
-    let pid: i32 = fs::read_to_string(&file).unwrap().trim().parse().unwrap();
-    live.signal(libc::SIGINT);
-    let ran = live.end();
-    assert_eq!(
-        (ran.code, &ran.result()["tool_calls"][0]["outcome"]),
-        (Some(130), &json!("interrupted")),
-        "{}",
-        ran.err
-    );
-    // SAFETY: signal 0 only asks whether the process is there.
-    wait_until("the command is gone", || unsafe { libc::kill(pid, 0) } != 0);
+    let model = home.script(json!([{"delay_ms": 400, "text": "done"}]));
+    let mut command = home.command("sh");
+    command.args(["-c", "trap '' HUP; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_cob")]);
+    let live = Live::of(command.args(["run", "--output-format", "stream-json", "--model", &model, "go"]));
+    live.signal(libc::SIGHUP);
+    assert_eq!(live.end().result()["answer"], "done");
+}
+
+#[test]
+fn signals_kill_the_children_of_a_tool() {
+    let home = Home::new();
+    let check = |line: &str, signals: &[i32], code: i32| {
+        let file = home.work().join("pid");
+        let _ = fs::remove_file(&file);
+        let model = home.script(json!([call("Bash", json!({"command": line}))]));
+        let mut live = Live::start(&home, &model, &["--allow", "Bash"]);
+        live.wait_for("tool_started");
+        wait_until("the command begins", || fs::read_to_string(&file).is_ok_and(|text| text.ends_with('\n')));
+        let pid: i32 = fs::read_to_string(&file).unwrap().trim().parse().unwrap();
+        let begin = Instant::now();
+        for signal in signals {
+            live.signal(*signal);
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let ran = live.end();
+        assert!(begin.elapsed() < Duration::from_secs(2), "{line}: {:?}", begin.elapsed());
+        let outcome = &ran.result()["tool_calls"][0]["outcome"];
+        assert_eq!((ran.code, outcome), (Some(code), &json!("interrupted")), "{line}: {}", ran.err);
+        // SAFETY: signal 0 only asks whether the process is there.
+        wait_until("the command is gone", || unsafe { libc::kill(pid, 0) } != 0);
+    };
+    let deaf = "trap '' INT TERM HUP; echo $$ > pid; while :; do sleep 1; done";
+    check("echo $$ > pid; sleep 600", &[libc::SIGINT], 130);
+    check("echo $$ > pid; sleep 600", &[libc::SIGHUP], 143);
+    check(deaf, &[libc::SIGTERM], 143);
+    check(deaf, &[libc::SIGINT, libc::SIGINT], 130);
+    check(deaf, &[libc::SIGTERM, libc::SIGTERM], 143);
+    check(deaf, &[libc::SIGINT, libc::SIGINT, libc::SIGINT], 130);
 }
 
 #[test]
@@ -457,7 +494,7 @@ fn a_log_that_cannot_be_written_ends_the_run_before_the_tool() {
     let write = call("Write", json!({"file_path": "big.txt", "content": content}));
     let model = home.script(json!([write, {"text": "done"}]));
     let mut command = home.command("sh");
-    command.args(["-c", "trap '' XFSZ; ulimit -f 64; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_cob")]);
+    command.args(["-c", "ulimit -f 64; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_cob")]);
     command.args(["run", "--allow", "Edit", "--output-format", "stream-json", "--model", &model, "go"]);
     let ran = Ran::from(command.output().unwrap());
     assert_eq!((ran.code, ran.result()["stop_reason"].as_str()), (Some(1), Some("failed")), "{}", ran.err);
