@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::output::{describe_calls, printable};
 use super::setup::Fault;
-use super::{pretty, show};
+use super::{complain, pretty, print, show};
 use crate::hub::Folders;
 use crate::session::{self, Event, Log, Record, SessionError, Summary, utc};
 
@@ -37,19 +37,19 @@ enum SessionCommand {
 }
 
 pub fn run(args: SessionArgs) -> u8 {
-    show(execute(args))
+    execute(args).unwrap_or_else(|fault| show(Err(fault)))
 }
 
-fn execute(args: SessionArgs) -> Result<String, Fault> {
+fn execute(args: SessionArgs) -> Result<u8, Fault> {
     let dir = Folders::from_env()?.sessions;
-    match args.command {
+    let text = match args.command {
         SessionCommand::List => {
             let found = session::list(&dir)?;
-            Ok(if args.json { pretty(&json!(found)) } else { list(&found) })
+            if args.json { pretty(&json!(found)) } else { list(&found) }
         }
         SessionCommand::Show { id } => {
             let log = session::read(&session::path(&dir, &id)?)?;
-            Ok(if args.json { lines(&log) } else { transcript(&log) })
+            if args.json { lines(&log) } else { transcript(&log) }
         }
         SessionCommand::Path { id } => {
             let path = session::path(&dir, &id)?;
@@ -57,30 +57,34 @@ fn execute(args: SessionArgs) -> Result<String, Fault> {
                 return Err(SessionError::NotFound(path).into());
             }
             let text = path.display().to_string();
-            Ok(if args.json { pretty(&json!({"id": id, "path": text})) } else { text + "\n" })
+            if args.json { pretty(&json!({"id": id, "path": text})) } else { text + "\n" }
         }
-        SessionCommand::Rm { ids } => remove(&dir, &ids, args.json),
-    }
+        SessionCommand::Rm { ids } => return Ok(remove(&dir, &ids, args.json)),
+    };
+    print(&text);
+    Ok(0)
 }
 
-fn remove(dir: &Path, ids: &[String], json: bool) -> Result<String, Fault> {
+/// Removes what can be removed and names the rest; the worst exit code.
+fn remove(dir: &Path, ids: &[String], json: bool) -> u8 {
     let mut removed = Vec::new();
+    let mut code = 0;
     for id in ids {
         match session::remove(dir, id) {
             Ok(_) => removed.push(id),
             Err(error) => {
-                let before =
-                    if removed.is_empty() { String::new() } else { format!("{} removed; then: ", removed.len()) };
                 let fault = Fault::from(error);
-                return Err(Fault { text: before + &fault.text, ..fault });
+                complain(&fault.text);
+                code = code.max(fault.code);
             }
         }
     }
-    Ok(if json {
+    print(&if json {
         pretty(&json!({"removed": removed}))
     } else {
         removed.iter().map(|id| format!("removed {id}\n")).collect()
-    })
+    });
+    code
 }
 
 fn list(found: &[Summary]) -> String {

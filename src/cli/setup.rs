@@ -59,7 +59,10 @@ impl From<SessionError> for Fault {
         let text = error.to_string();
         match error {
             SessionError::InvalidId(_) | SessionError::NotFound(_) => Fault::usage(text),
-            SessionError::Locked(_) | SessionError::Refused(_) | SessionError::Corrupt { .. } => Fault::refused(text),
+            SessionError::NotAFile(_)
+            | SessionError::Locked(_)
+            | SessionError::Refused(_)
+            | SessionError::Corrupt { .. } => Fault::refused(text),
             SessionError::Io { .. } => Fault::failed(text),
         }
     }

@@ -15,6 +15,8 @@ use crate::message::{StopReason, ToolCall, ToolResult};
 pub enum SessionError {
     InvalidId(String),
     NotFound(PathBuf),
+    /// A folder, a pipe …
+    NotAFile(PathBuf),
     /// Another process has it open.
     Locked(PathBuf),
     /// It was written by a newer version, or holds an event that this one does not know and may not skip.
@@ -41,6 +43,11 @@ impl fmt::Display for SessionError {
             SessionError::NotFound(path) => {
                 write!(f, "there is no session at {}; `cob session list` shows them", path.display())
             }
+            SessionError::NotAFile(path) => write!(
+                f,
+                "the session {} is not a regular file; move it out of the folder of the sessions",
+                path.display()
+            ),
             SessionError::Locked(path) => write!(
                 f,
                 "the session {} is open in another process; wait until it ends, or start a new one without --resume",
@@ -55,12 +62,27 @@ impl fmt::Display for SessionError {
             ),
             SessionError::Io { path, doing, error } => {
                 write!(f, "cannot {doing} the session {}: {error}", path.display())?;
+                let exists = ![CREATE, MAKE_FOLDER].contains(doing);
                 match error.kind() {
-                    io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+                    io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded if exists => {
                         f.write_str("; free some space and resume it")
                     }
+                    io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+                        f.write_str("; free some space, or set COB_HOME to a folder on another disk")
+                    }
+                    io::ErrorKind::FileTooLarge => f.write_str("; raise the limit on the size of files (ulimit -f)"),
                     io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
                         f.write_str("; check the rights of the folder, or set COB_HOME to one that can be written")
+                    }
+                    io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists => {
+                        match path.ancestors().find(|part| part.exists() && !part.is_dir()) {
+                            Some(part) => write!(
+                                f,
+                                "; {} is not a folder: move it away, or set COB_HOME to another one",
+                                part.display()
+                            ),
+                            None => Ok(()),
+                        }
                     }
                     _ => Ok(()),
                 }
@@ -70,6 +92,10 @@ impl fmt::Display for SessionError {
 }
 
 impl std::error::Error for SessionError {}
+
+/// What is done to a session that is not there yet.
+const CREATE: &str = "create";
+const MAKE_FOLDER: &str = "make the folder of";
 
 fn io_error(path: &Path, doing: &'static str) -> impl Fn(io::Error) -> SessionError {
     move |error| SessionError::Io { path: path.to_owned(), doing, error }
@@ -99,13 +125,22 @@ pub struct Log {
 
 /// Reads the file of a session and changes nothing. It may belong to a live session.
 pub fn read(path: &Path) -> Result<Log, SessionError> {
-    let mut file = File::open(path).map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => SessionError::NotFound(path.to_owned()),
-        _ => io_error(path, "open")(error),
-    })?;
+    let mut file = open_file(path, OpenOptions::new().read(true))?;
     let mut bytes = Vec::new();
     file.read_to_end(&mut bytes).map_err(io_error(path, "read"))?;
     parse(path, &bytes)
+}
+
+/// Only what is a regular file is opened: a pipe would wait for whoever writes to it.
+fn open_file(path: &Path, options: &OpenOptions) -> Result<File, SessionError> {
+    let fault = |error: io::Error| match error.kind() {
+        io::ErrorKind::NotFound => SessionError::NotFound(path.to_owned()),
+        _ => io_error(path, "open")(error),
+    };
+    if !fs::metadata(path).map_err(fault)?.is_file() {
+        return Err(SessionError::NotAFile(path.to_owned()));
+    }
+    options.open(path).map_err(fault)
 }
 
 fn parse(path: &Path, bytes: &[u8]) -> Result<Log, SessionError> {
@@ -177,7 +212,7 @@ pub struct Session {
 impl Session {
     /// Starts a session in the folder `dir`, which is made where it is missing. The file can be read by its owner only.
     pub fn create(dir: &Path, run: RunInfo) -> Result<Session, SessionError> {
-        create_private_dir(dir).map_err(io_error(dir, "make the folder of"))?;
+        create_private_dir(dir).map_err(io_error(dir, MAKE_FOLDER))?;
         let (id, path, file) = loop {
             let id = id::new_id(now_ms());
             let path = path(dir, &id)?;
@@ -187,14 +222,21 @@ impl Session {
             match options.open(&path) {
                 Ok(file) => break (id, path, file),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
-                Err(error) => return Err(io_error(&path, "create")(error)),
+                Err(error) => return Err(io_error(&path, CREATE)(error)),
             }
         };
         lock(&file, &path)?;
         let mut session =
             Session { id: id.clone(), path, file, len: 0, next_seq: 0, records: Vec::new(), broken: false };
-        session.append(Event::Init { session_id: id, run })?;
-        session.sync()?;
+        let begun = session.append(Event::Init { session_id: id, run }).map(|_| ());
+        if let Err(error) = begun.and_then(|()| session.sync()) {
+            // Without its first event it is no session, and nobody could resume it.
+            let _ = fs::remove_file(&session.path);
+            return Err(match error {
+                SessionError::Io { path, error, .. } => SessionError::Io { path, doing: CREATE, error },
+                other => other,
+            });
+        }
         // The name of a new file is durable only once its folder is.
         File::open(dir).and_then(|folder| folder.sync_all()).map_err(io_error(dir, "sync the folder of"))?;
         Ok(session)
@@ -205,10 +247,7 @@ impl Session {
     /// Call [`Session::resumed`] once the model is there.
     pub fn open(dir: &Path, id: &str) -> Result<(Session, Vec<String>), SessionError> {
         let path = path(dir, id)?;
-        let mut file = OpenOptions::new().read(true).append(true).open(&path).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => SessionError::NotFound(path.clone()),
-            _ => io_error(&path, "open")(error),
-        })?;
+        let mut file = open_file(&path, OpenOptions::new().read(true).append(true))?;
         lock(&file, &path)?;
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map_err(io_error(&path, "read"))?;
@@ -454,7 +493,8 @@ fn summarise(path: &Path, id: &str) -> Summary {
     let mut summary = Summary {
         id: id.to_owned(),
         bytes: fs::metadata(path).map_or(0, |meta| meta.len()),
-        live: File::open(path).is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock))),
+        live: open_file(path, OpenOptions::new().read(true))
+            .is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock))),
         started_ms: None,
         model: None,
         task: None,
@@ -499,10 +539,7 @@ fn summarise(path: &Path, id: &str) -> Summary {
 /// Deletes a session that no process has open.
 pub fn remove(dir: &Path, id: &str) -> Result<PathBuf, SessionError> {
     let path = path(dir, id)?;
-    let file = File::open(&path).map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => SessionError::NotFound(path.clone()),
-        _ => io_error(&path, "open")(error),
-    })?;
+    let file = open_file(&path, OpenOptions::new().read(true))?;
     lock(&file, &path)?;
     fs::remove_file(&path).map_err(io_error(&path, "remove"))?;
     Ok(path)

@@ -505,6 +505,57 @@ fn a_log_that_cannot_be_written_ends_the_run_before_the_tool() {
     assert_eq!(home.ran(&["run", "--quiet", "--model", &model, "--resume", &id]).out, "resumed\n");
 }
 
+/// Neither a full disk nor a file in the way leaves anything behind, and both say what to do.
+#[test]
+fn a_session_that_cannot_begin_is_not_there() {
+    let home = Home::new();
+    let model = home.script(json!([{"text": "a"}]));
+    let check = |limit: &str, cob_home: &Path, expected: &[&str]| {
+        let mut command = home.command("sh");
+        command.args(["-c", &format!("{limit}; exec \"$@\""), "sh", env!("CARGO_BIN_EXE_cob")]);
+        command.args(["run", "--output-format", "json", "--model", &model, "go"]).env("COB_HOME", cob_home);
+        let ran = Ran::from(command.output().unwrap());
+        assert_eq!((ran.code, ran.json()["session_id"].clone()), (Some(1), Value::Null), "{}", ran.err);
+        for part in expected {
+            assert!(ran.err.contains(part) && !ran.err.contains("resume"), "{part}: {}", ran.err);
+        }
+    };
+    // The pipe of standard output has no such limit.
+    check("ulimit -f 0", &home.dir.path().join("home"), &["cannot create the session", "ulimit -f"]);
+    assert_eq!(home.ran(&["session", "list", "--json"]).json(), json!([]));
+    let file = home.work().join("notes.txt");
+    let remedy = format!("{} is not a folder: move it away, or set COB_HOME to another one", file.display());
+    check("true", &file, &["cannot make the folder of the session", &remedy]);
+    check("true", &file.join("deep"), &["cannot make the folder of the session", &remedy]);
+}
+
+#[test]
+fn only_regular_files_are_sessions() {
+    let home = Home::new();
+    let model = home.script(json!([{"text": "a"}]));
+    home.ran(&["run", "--model", &model, "go"]);
+    let good = home.ran(&["session", "list", "--json"]).json()[0]["id"].as_str().unwrap().to_owned();
+    let pipe = "20200101-000000-aaaa";
+    let file = home.sessions().join(format!("{pipe}.jsonl"));
+    assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());
+    let said = format!("{} is not a regular file", file.display());
+    let list = home.ran(&["session", "list", "--json"]).json();
+    assert!(list[0]["problem"].as_str().unwrap().contains(&said), "{list}");
+    for arguments in [
+        &["session", "show", pipe] as &[&str],
+        &["session", "rm", pipe],
+        &["run", "--model", &model, "--resume", pipe, "go"],
+    ] {
+        let ran = home.ran(arguments);
+        assert!(ran.code == Some(4) && ran.err.contains(&said), "{arguments:?}: {:?} {}", ran.code, ran.err);
+    }
+    // What can be removed is, whatever comes before it; the exit code is the worst.
+    let ran = home.ran(&["session", "rm", "nosuch", pipe, &good, "a/b"]);
+    assert_eq!((ran.code, ran.out), (Some(4), format!("removed {good}\n")));
+    assert_eq!(ran.err.lines().count(), 3, "{}", ran.err);
+    assert!(!home.sessions().join(format!("{good}.jsonl")).exists() && file.exists());
+}
+
 #[test]
 fn a_reader_that_goes_away_is_no_panic() {
     let home = Home::new();
