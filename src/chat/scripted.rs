@@ -121,8 +121,8 @@ impl LanguageModel for Scripted {
     ) -> Result<Completion, ModelError> {
         let begin = Instant::now();
         let segments = segments(&request);
-        let prompt_tokens = segments.iter().map(|(_, n)| n).sum();
-        if prompt_tokens + request.max_output_tokens > self.context_tokens {
+        let prompt_tokens: usize = segments.iter().map(|(_, n)| n).sum();
+        if prompt_tokens.saturating_add(request.max_output_tokens) > self.context_tokens {
             return Err(ModelError::Overflow {
                 prompt_tokens,
                 reserved_tokens: request.max_output_tokens,

@@ -228,7 +228,7 @@ impl Worker {
         if prompt_tokens == 0 {
             return Err(Failure::Failed("the prompt is empty".into()));
         }
-        if prompt_tokens + reserved_tokens > context_tokens {
+        if prompt_tokens.saturating_add(reserved_tokens) > context_tokens {
             return Err(Failure::Overflow { prompt_tokens, reserved_tokens, context_tokens });
         }
         let start = Instant::now();

@@ -190,6 +190,7 @@ fn every_failure_ends_in_a_result_and_its_exit_code() {
     check(json!([failing, failing]), &["--max-repeats", "2", "--no-guard"], 3, "max_repeats", "2 times in a row");
     check(json!([{"delay_ms": 600_000}]), &["--timeout", "0.05"], 3, "timeout", "--timeout");
     check(fine(), &["--max-output-tokens", "40000"], 4, "context_overflow", "reserved output");
+    check(fine(), &["--max-output-tokens", &usize::MAX.to_string()], 4, "context_overflow", "reserved output");
     check(fine(), &["--resume", "../x"], 2, "refused", "cannot be a session id");
     check(fine(), &["--resume", "20200101-000000-aaaa"], 2, "refused", "there is no session");
     check(fine(), &["--cwd", "missing"], 2, "refused", "cannot work in missing");

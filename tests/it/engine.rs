@@ -150,6 +150,10 @@ fn overflow_is_refused_before_any_work() {
     let engine = engine(100);
     let refused = run(&engine, request(prompt(81), Unmasked)).unwrap_err();
     assert_eq!(refused, Failure::Overflow { prompt_tokens: 81, reserved_tokens: 20, context_tokens: 100 });
+    let mut endless = request(prompt(1), Unmasked);
+    endless.max_output_tokens = usize::MAX;
+    let refused = run(&engine, endless).unwrap_err();
+    assert_eq!(refused, Failure::Overflow { prompt_tokens: 1, reserved_tokens: usize::MAX, context_tokens: 100 });
     assert!(matches!(run(&engine, request(Vec::new(), Unmasked)), Err(Failure::Failed(_))));
     assert_eq!(engine.cache_stats().bytes, 0);
     assert_eq!(run(&engine, request(prompt(80), Unmasked)).unwrap().finish, FinishReason::Length);
