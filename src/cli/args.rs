@@ -20,7 +20,7 @@ pub struct ModelOptions {
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: Device,
     /// Threads of the CPU [default: one for each core]
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, value_name = "N", value_parser = threads)]
     pub threads: Option<usize>,
     /// The length of the context that memory is kept for [default: what the model was made for, as far as memory allows]
     #[arg(long, value_name = "N", value_parser = positive)]
@@ -151,6 +151,18 @@ fn positive(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) | Err(_) => Err("a whole number from 1 on is needed".into()),
         Ok(number) => Ok(number),
+    }
+}
+
+/// A few more threads than cores can be wanted for a measurement; thousands only take memory and time.
+fn threads(text: &str) -> Result<usize, String> {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    match positive(text)? {
+        asked if asked > 4 * cores => Err(format!(
+            "more threads than cores ({cores} here) only slow it down; at most {} can be asked for",
+            4 * cores
+        )),
+        asked => Ok(asked),
     }
 }
 

@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use super::args::ModelOptions;
 use super::setup::{Fault, load_model};
 use super::{interrupts::Interrupts, pretty, show};
-use crate::chat::{CompletionRequest, LanguageModel};
+use crate::chat::{CompletionRequest, LanguageModel, ModelError};
 use crate::message::{Message, Sampling, ToolChoice, Usage};
 
 #[derive(Args)]
@@ -44,6 +44,13 @@ pub fn run(args: BenchArgs) -> u8 {
 fn measure(args: &BenchArgs, runtime: &Runtime) -> Result<String, Fault> {
     let stop = Interrupts::listen(runtime.handle()).begin();
     let model = load_model(&args.model, false, runtime, &stop)?.model;
+    let context = model.info().context_tokens;
+    if args.prompt_tokens.saturating_add(args.output_tokens) > context {
+        return Err(Fault::refused(format!(
+            "--prompt-tokens {} and --output-tokens {} do not fit the context of {context} tokens; ask for fewer",
+            args.prompt_tokens, args.output_tokens
+        )));
+    }
     let mut usages = Vec::new();
     for number in 0..args.runs {
         let request = request(&*model, args, number, stop.token().clone());
@@ -51,7 +58,11 @@ fn measure(args: &BenchArgs, runtime: &Runtime) -> Result<String, Fault> {
         if let Some(reason) = stop.reason() {
             return Err(Fault::stopped(reason));
         }
-        usages.push(completion.map_err(|error| Fault::failed(error.to_string()))?.usage);
+        let completion = completion.map_err(|error| match error {
+            ModelError::Overflow { .. } | ModelError::Refused(_) => Fault::refused(error.to_string()),
+            ModelError::Failed(why) => Fault::failed(why),
+        });
+        usages.push(completion?.usage);
     }
     let info = model.info();
     let reading = usages.iter().map(|u| rate(u.prefilled_tokens, u.prefill_ms));

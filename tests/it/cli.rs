@@ -225,6 +225,8 @@ fn usage_errors_are_two() {
     check(&["run", "--timeout", "0", "x"], "a number of seconds above 0 is needed");
     check(&["run", "--timeout", "1e300", "x"], "a number of seconds above 0 is needed");
     check(&["run", "--device", "tpu", "x"], "possible values");
+    check(&["run", "--threads", "0", "x"], "a whole number from 1 on is needed");
+    check(&["run", "--threads", "100000", "x"], "more threads than cores");
     check(&["run", "--permission-mode", "yolo", "x"], "there is no permission mode");
     check(&["run", "--output-format", "xml", "x"], "stream-json");
     check(&["run", "--allow", "Bsh(x)", "x", "--model", "scripted:x"], "there is no tool `Bsh`");
@@ -659,6 +661,14 @@ fn the_small_commands_answer() {
     let model = home.script(json!([{"text": "one two"}, {"text": "one two"}, {"text": "one two"}]));
     let bench = home.ran(&["bench", "--json", "--model", &model]).json();
     assert_eq!(bench["runs"].as_array().unwrap().len(), 3);
+    for [prompt, output] in [["100000000000", "1"], [&usize::MAX.to_string(), "1"], ["1", &usize::MAX.to_string()]] {
+        let ran = home.ran(&["bench", "--model", &model, "--prompt-tokens", prompt, "--output-tokens", output]);
+        assert_eq!(ran.code, Some(4), "{prompt} and {output}: {}", ran.err);
+        assert!(ran.err.contains(prompt) && ran.err.contains("the context of 32768 tokens"), "{}", ran.err);
+    }
+    // With the words around the prompt it is too much after all.
+    let ran = home.ran(&["bench", "--model", &model, "--prompt-tokens", "0", "--output-tokens", "32768"]);
+    assert_eq!(ran.code, Some(4), "{}", ran.err);
     let dir = home.dir.path().join("man");
     check(&["man", "--dir", &dir.display().to_string()], "");
     assert!(dir.join("cob-run.1").exists());

@@ -162,7 +162,8 @@ impl<T> Shared<T> {
 impl CpuModel {
     /// Packs all weights, reading the file once from front to back. `threads` in all.
     pub fn load(source: Source, config: Config, tier: Tier, threads: usize, kv_type: KvType) -> Result<Self, String> {
-        let mut pool = Pool::new(threads);
+        let mut pool = Pool::new(threads)
+            .map_err(|e| format!("cannot start {threads} threads for the kernels: {e}; ask for fewer (--threads)"))?;
         let c = &config;
         let mut floats = false;
         let mut pack = |name: Name, n: usize, k: usize| -> Result<Packed, String> {

@@ -33,8 +33,8 @@ struct Shared {
 }
 
 impl Pool {
-    /// `threads` in all, the caller of [`Pool::run`] being one of them.
-    pub fn new(threads: usize) -> Self {
+    /// `threads` in all, the caller of [`Pool::run`] being one of them. Fails when the system gives no more threads.
+    pub fn new(threads: usize) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
             epoch: AtomicU32::new(0),
             job: AtomicPtr::new(std::ptr::null_mut()),
@@ -47,16 +47,14 @@ impl Pool {
             lock: Mutex::new(()),
             wake: Condvar::new(),
         });
-        let workers = (1..threads.max(1))
-            .map(|i| {
-                let shared = shared.clone();
-                std::thread::Builder::new()
-                    .name(format!("cob-kernel-{i}"))
-                    .spawn(move || shared.work())
-                    .expect("a thread can be started")
-            })
-            .collect();
-        Pool { shared, workers }
+        // After an error the pool is dropped, and with it the threads that have started.
+        let mut pool = Pool { shared, workers: Vec::new() };
+        for i in 1..threads.max(1) {
+            let shared = pool.shared.clone();
+            let thread = std::thread::Builder::new().name(format!("cob-kernel-{i}"));
+            pool.workers.push(thread.spawn(move || shared.work())?);
+        }
+        Ok(pool)
     }
 
     pub fn threads(&self) -> usize {
@@ -170,7 +168,7 @@ mod tests {
     #[test]
     fn every_part_runs_once() {
         for threads in [1, 2, 3, 5] {
-            let mut pool = Pool::new(threads);
+            let mut pool = Pool::new(threads).unwrap();
             for parts in (0..40).chain([1000]) {
                 let counts: Vec<AtomicUsize> = (0..parts).map(|_| AtomicUsize::new(0)).collect();
                 pool.run(parts, &|i| {
@@ -183,7 +181,7 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_and_the_pool_lives() {
-        let mut pool = Pool::new(2);
+        let mut pool = Pool::new(2).unwrap();
         for bad in 0..8 {
             let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 pool.run(8, &|i| assert!(i != bad, "part {i}"));
