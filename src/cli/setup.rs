@@ -422,7 +422,8 @@ fn backend(options: &ModelOptions) -> Result<Backend, Fault> {
     let candle = |device: candle_core::Result<candle_core::Device>, name: &str| match device {
         Ok(device) => Ok(Backend::Candle { device, exact: false }),
         Err(error) => Err(Fault::refused(format!(
-            "--device {name}: {error}; this build {} the feature `{name}`; use --device cpu, or build with --features {name}",
+            "--device {name}: {}; this build {} the feature `{name}`; use --device cpu, or build with --features {name}",
+            model::candle_error(&error),
             if (name == "cuda" && cfg!(feature = "cuda")) || (name == "metal" && cfg!(feature = "metal")) {
                 "has"
             } else {

@@ -15,6 +15,8 @@ pub struct Config {
     pub intermediate: usize,
     pub rope_theta: f64,
     pub rms_eps: f32,
+    /// Whether the embedding is the output matrix too.
+    pub tied: bool,
     /// Positions that the model was trained for.
     pub context: usize,
 }
@@ -63,6 +65,8 @@ impl Config {
             intermediate: get("feed_forward_length")?,
             rope_theta: float("rope.freq_base")?,
             rms_eps: float("attention.layer_norm_rms_epsilon")? as f32,
+            // The format has no word for it: a file without an output matrix is a tied model.
+            tied: !file.tensors().contains_key("output.weight"),
             context: get("context_length")?,
         }
         .checked()
@@ -108,6 +112,8 @@ impl Config {
             intermediate: get("intermediate_size")?,
             rope_theta: float("rope_theta")?,
             rms_eps: float("rms_norm_eps")? as f32,
+            // Qwen2's default in transformers; the small Qwen2.5 say that they are.
+            tied: json["tie_word_embeddings"].as_bool().unwrap_or(false),
             context: get("max_position_embeddings")?,
         }
         .checked()

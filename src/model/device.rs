@@ -8,7 +8,7 @@ use candle_core::{D, DType, Device, Module, Tensor};
 use super::config::Config;
 use super::kv::{Kv, KvShape, KvType};
 use super::source::{Name, Source};
-use super::{Error, Logits};
+use super::{Error, Logits, candle_error};
 
 type Result<T, E = candle_core::Error> = std::result::Result<T, E>;
 
@@ -54,7 +54,7 @@ impl DeviceModel {
     /// `exact`: every matrix is dequantised to f32, the definition of the file's meaning (and four times its memory).
     pub fn load(source: Source, config: Config, device: Device, kv_type: KvType, exact: bool) -> Result<Self, String> {
         let c = &config;
-        let fail = |e: candle_core::Error| format!("the weights do not go to the device: {e}");
+        let fail = |e: candle_core::Error| format!("the weights do not go to the device: {}", candle_error(&e));
         let matrix = |name: Name, n: usize, k: usize| -> Result<Weight, String> {
             let raw = source.raw(name, n, k)?;
             let load = || -> Result<Weight> {
@@ -126,7 +126,7 @@ impl DeviceModel {
             other => {
                 kv.restore(before);
                 Err(match other {
-                    Err(e) => Error::Failed(e.to_string()),
+                    Err(e) => Error::Failed(candle_error(&e)),
                     _ => Error::Cancelled,
                 })
             }

@@ -33,6 +33,17 @@ pub enum Error {
     Failed(String),
 }
 
+/// candle's error in one line, without the backtrace that it carries along under `RUST_BACKTRACE=1`.
+pub fn candle_error(error: &candle_core::Error) -> String {
+    use candle_core::Error::*;
+    match error {
+        WithBacktrace { inner, .. } => candle_error(inner),
+        WithPath { inner, path } => format!("{}: {}", path.display(), candle_error(inner)),
+        Context { inner, context } => format!("{context}: {}", candle_error(inner)),
+        other => other.to_string().lines().collect::<Vec<_>>().join(" "),
+    }
+}
+
 /// Where a model computes.
 #[derive(Clone, Debug)]
 pub enum Backend {

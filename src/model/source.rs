@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::safetensors::MmapedSafetensors;
 
+use super::candle_error;
 use super::config::Config;
 use super::gguf::{Gguf, Raw};
 use super::weight::WeightType;
@@ -104,7 +105,8 @@ impl Source {
             return Err(fail("there is no *.safetensors in this folder".into()));
         }
         // SAFETY: as for a mapped GGUF file.
-        let files = unsafe { MmapedSafetensors::multi(&files) }.map_err(|e| fail(format!("bad safetensors: {e}")))?;
+        let files = unsafe { MmapedSafetensors::multi(&files) };
+        let files = files.map_err(|e| format!("bad safetensors: {}", candle_error(&e)))?;
         Ok(Source::Safetensors { folder: path.to_owned(), files })
     }
 
@@ -114,8 +116,20 @@ impl Source {
             Source::Safetensors { folder, .. } => {
                 let path = folder.join("config.json");
                 let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-                Config::from_json(&text).map_err(|why| format!("{}: {why}", folder.display()))
+                let config = Config::from_json(&text).map_err(|why| format!("{}: {why}", folder.display()))?;
+                if !config.tied && !self.has(Name::Output) {
+                    let why = missing(folder, &self.name(Name::Output));
+                    return Err(format!("{why} (config.json: tie_word_embeddings is not true)"));
+                }
+                Ok(config)
             }
+        }
+    }
+
+    fn path(&self) -> &Path {
+        match self {
+            Source::Gguf(file) => file.path(),
+            Source::Safetensors { folder, .. } => folder,
         }
     }
 
@@ -166,7 +180,7 @@ impl Source {
             Source::Gguf(file) => file.raw(&name)?,
             Source::Safetensors { folder, files } => {
                 let fail = |why: String| format!("{}: tensor {name}: {why}", folder.display());
-                let view = files.get(&name).map_err(|e| fail(e.to_string()))?;
+                let view = files.get(&name).map_err(|_| missing(folder, &name))?;
                 let kind = match view.dtype() {
                     safetensors::Dtype::F32 => WeightType::F32,
                     safetensors::Dtype::F16 => WeightType::F16,
@@ -182,7 +196,8 @@ impl Source {
             }
         };
         if (raw.n, raw.k) != (n, k) {
-            return Err(format!("tensor {name} is [{}, {}] and should be [{n}, {k}]", raw.n, raw.k));
+            let (path, found) = (self.path().display(), [raw.n, raw.k]);
+            return Err(format!("{path}: tensor {name} is {found:?} and should be [{n}, {k}]"));
         }
         Ok(raw)
     }
@@ -200,4 +215,19 @@ impl Source {
             file.release(raw);
         }
     }
+}
+
+/// What to say of a tensor that no file of the folder has; the index, where there is one, knows the file that is missing.
+fn missing(folder: &Path, tensor: &str) -> String {
+    const INDEX: &str = "model.safetensors.index.json";
+    let index = std::fs::read(folder.join(INDEX)).ok();
+    let index: Option<serde_json::Value> = index.and_then(|text| serde_json::from_slice(&text).ok());
+    let shard = index.as_ref().and_then(|index| index["weight_map"][tensor].as_str());
+    let place = match shard {
+        Some(shard) if !folder.join(shard).is_file() => {
+            format!("{INDEX} has it in {shard}, which is not in the folder; fetch that file")
+        }
+        _ => "no *.safetensors of the folder has it; fetch the model again".into(),
+    };
+    format!("{}: tensor {tensor} is missing: {place}", folder.display())
 }

@@ -95,6 +95,46 @@ fn f32_safetensors_agree_with_candle_transformers() {
 }
 
 #[test]
+fn a_folder_that_is_not_whole_is_refused_by_name() {
+    let check = |tied: bool, change: &dyn Fn(&std::path::Path), expected: &[&str]| {
+        let folder = tempfile::tempdir().unwrap();
+        write_safetensors(folder.path(), &Shape { tied, ..SMALL }, 1);
+        change(folder.path());
+        let opened = Model::open(folder.path(), cpu(1), KvType::F16);
+        let why = opened.map(|_| String::new()).unwrap_or_else(|why| why);
+        assert!(expected.iter().all(|part| why.contains(part)), "{why:?}: {expected:?}");
+        assert!(expected.is_empty() == why.is_empty() && why.lines().count() <= 1, "{why:?}");
+        assert!(why.is_empty() || why.contains(folder.path().to_str().unwrap()), "{why:?}");
+    };
+    let configured = |folder: &std::path::Path, from: &str, to: &str| {
+        let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
+        assert!(config.contains(from), "{config}");
+        std::fs::write(folder.join("config.json"), config.replace(from, to)).unwrap();
+    };
+    let second = "model-00002-of-00002.safetensors";
+    check(true, &|_| {}, &[]);
+    check(false, &|_| {}, &[]);
+    let untied: &dyn Fn(&std::path::Path) = &|f| configured(f, r#""tie_word_embeddings":true"#, r#""x":0"#);
+    check(true, untied, &["tensor lm_head.weight is missing", "tie_word_embeddings"]);
+    let without_second = |folder: &std::path::Path| std::fs::remove_file(folder.join(second)).unwrap();
+    check(
+        false,
+        &without_second,
+        &["tensor model.layers.0.input_layernorm.weight is missing", "fetch the model again"],
+    );
+    let indexed = |folder: &std::path::Path| {
+        without_second(folder);
+        let index = format!(r#"{{"weight_map": {{"model.layers.0.input_layernorm.weight": "{second}"}}}}"#);
+        std::fs::write(folder.join("model.safetensors.index.json"), index).unwrap();
+    };
+    check(false, &indexed, &["tensor model.layers.0.input_layernorm.weight is missing", second, "fetch that file"]);
+    let wider: &dyn Fn(&std::path::Path) =
+        &|f| configured(f, r#""intermediate_size":512"#, r#""intermediate_size":520"#);
+    check(true, wider, &["mlp.gate_proj.weight is [512, 256] and should be [520, 256]"]);
+    check(true, &|f| std::fs::write(f.join(second), b"no").unwrap(), &["bad safetensors", second]);
+}
+
+#[test]
 fn quantised_files_agree_with_candle_transformers() {
     let folder = tempfile::tempdir().unwrap();
     for kind in [GgmlDType::Q8_0, GgmlDType::Q5_0, GgmlDType::Q4_0] {
