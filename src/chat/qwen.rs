@@ -56,8 +56,18 @@ impl ChatFormat {
             let missing =
                 |key: &str| format!("{}: the file has no {key}; it cannot be used for a chat", path.display());
             let strings = |key: &str| file.strings(key).ok_or_else(|| missing(key));
+            if let Some(kind) = file.str("tokenizer.ggml.model").filter(|&kind| kind != "gpt2") {
+                return Err(text(&format!("its tokenizer.ggml.model is `{kind}`; only `gpt2` is built in")));
+            }
+            let tokens = strings("tokenizer.ggml.tokens")?;
+            let eos = file.metadata().get("tokenizer.ggml.eos_token_id");
+            if eos.is_some() && file.usize("tokenizer.ggml.eos_token_id").is_none_or(|id| id >= tokens.len()) {
+                let why =
+                    format!("its tokenizer.ggml.eos_token_id is none of its {} tokens: it is damaged", tokens.len());
+                return Err(text(&why));
+            }
             let tokenizer = Tokenizer::from_vocab(
-                &strings("tokenizer.ggml.tokens")?,
+                &tokens,
                 &strings("tokenizer.ggml.merges")?,
                 &file.i32s("tokenizer.ggml.token_type").ok_or_else(|| missing("tokenizer.ggml.token_type"))?,
                 file.str("tokenizer.ggml.pre").ok_or_else(|| missing("tokenizer.ggml.pre"))?,

@@ -36,8 +36,24 @@ impl Config {
         if let Some(parts) = file.usize("split.count").filter(|&parts| parts > 1) {
             return Err(fail(format!("it is one of {parts} parts; join them first (llama-gguf-split --merge)")));
         }
-        if let Some(scaling) = file.str("qwen2.rope.scaling.type").filter(|&s| s != "none") {
-            return Err(fail(format!("it wants the RoPE scaling `{scaling}`, which cob does not compute")));
+        match file.metadata().get("qwen2.rope.scaling.type") {
+            Some(Value::String(kind)) if kind == "none" => {}
+            Some(Value::String(kind)) => {
+                return Err(fail(format!("it wants the RoPE scaling `{kind}`, which cob does not compute")));
+            }
+            Some(_) => return Err(fail("qwen2.rope.scaling.type is not a string: it is damaged".into())),
+            // A factor alone means linear scaling.
+            None => match file.metadata().get("qwen2.rope.scaling.factor") {
+                None | Some(Value::Float(1.0)) => {}
+                Some(_) => {
+                    return Err(fail(
+                        "it has a qwen2.rope.scaling.factor, and cob does not compute RoPE scaling".into(),
+                    ));
+                }
+            },
+        }
+        if let Some(experts) = file.usize("qwen2.expert_count").filter(|&experts| experts > 0) {
+            return Err(fail(format!("it has {experts} experts, which cob does not compute")));
         }
         if let Some(window) = file.usize("qwen2.attention.sliding_window").filter(|&w| w > 0) {
             return Err(fail(format!("it wants a sliding window of {window}, which cob does not compute")));
@@ -54,14 +70,25 @@ impl Config {
         if heads == 0 {
             return Err(fail("it has no attention heads".into()));
         }
+        let (layers, head_dim) = (get("block_count")?, file.usize("qwen2.attention.key_length"));
+        let head_dim = head_dim.unwrap_or(hidden / heads);
+        let layer_of = |name: &str| name.strip_prefix("blk.")?.split('.').next()?.parse::<usize>().ok();
+        if let Some(last) = file.tensors().keys().filter_map(|name| layer_of(name)).max().filter(|&last| last >= layers)
+        {
+            let held = last.saturating_add(1);
+            return Err(fail(format!("qwen2.block_count is {layers}, and it holds {held} layers: it is damaged")));
+        }
+        if let Some(rotated) = file.usize("qwen2.rope.dimension_count").filter(|&rotated| rotated != head_dim) {
+            return Err(fail(format!("it rotates {rotated} of {head_dim} elements of a head; cob rotates all")));
+        }
         let vocab = file.raw("token_embd.weight")?.n;
         Config {
             vocab,
             hidden,
-            layers: get("block_count")?,
+            layers,
             heads,
             kv_heads: get("attention.head_count_kv")?,
-            head_dim: file.usize("qwen2.attention.key_length").unwrap_or(hidden / heads),
+            head_dim,
             intermediate: get("feed_forward_length")?,
             rope_theta: float("rope.freq_base")?,
             rms_eps: float("attention.layer_norm_rms_epsilon")? as f32,
@@ -83,8 +110,10 @@ impl Config {
         if json["use_sliding_window"].as_bool() == Some(true) {
             return Err("config.json: use_sliding_window is on, which cob does not compute".into());
         }
+        // Newer files say `rope_type`, older ones `type`, and some both.
         let scaling = &json["rope_scaling"];
-        if !scaling.is_null() && scaling["rope_type"].as_str().or(scaling["type"].as_str()) != Some("default") {
+        let mut kinds = ["rope_type", "type"].iter().map(|key| &scaling[key]).filter(|kind| !kind.is_null()).peekable();
+        if !scaling.is_null() && (kinds.peek().is_none() || kinds.any(|kind| kind != "default")) {
             return Err(format!("config.json: rope_scaling {scaling} is one that cob does not compute"));
         }
         if let Some(act) = json["hidden_act"].as_str().filter(|&act| act != "silu") {

@@ -37,6 +37,15 @@ pub struct Tensor {
     bytes: Range<usize>,
 }
 
+impl Tensor {
+    /// `None` of a type that we do not compute, and of a shape that no file can hold.
+    fn byte_len(&self) -> Option<usize> {
+        let kind = WeightType::from_ggml(self.ggml_type)?;
+        let elements = self.shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size))?;
+        (elements / kind.block_len()).checked_mul(kind.block_bytes())
+    }
+}
+
 /// The bytes of one tensor.
 #[derive(Clone, Copy)]
 pub struct Raw<'a> {
@@ -252,6 +261,9 @@ fn parse(bytes: &[u8]) -> Parse<Header> {
         let mut shape = (0..dims).map(|_| r.len()).collect::<Parse<Vec<_>>>()?;
         shape.reverse();
         let (ggml_type, offset) = (r.u32()?, r.len()?);
+        if tensors.contains_key(&name) {
+            return Err(format!("tensor {name} is there twice"));
+        }
         tensors.insert(name, Tensor { ggml_type, shape, bytes: offset..offset });
     }
     let alignment = match metadata.get("general.alignment") {
@@ -261,9 +273,31 @@ fn parse(bytes: &[u8]) -> Parse<Header> {
     };
     let data = r.at.next_multiple_of(alignment);
     for (name, tensor) in &mut tensors {
+        let offset = tensor.bytes.start;
+        if !offset.is_multiple_of(alignment) {
+            return Err(format!(
+                "tensor {name} begins at {offset}, which is no multiple of {alignment}: it is damaged"
+            ));
+        }
         let start = data.checked_add(tensor.bytes.start).filter(|&start| start <= bytes.len());
         let start = start.ok_or_else(|| format!("tensor {name} lies past the end: the file is cut off"))?;
         tensor.bytes = start..start;
     }
-    Ok((metadata, tensors))
+    overlap(&tensors).map(|()| (metadata, tensors))
+}
+
+/// Refuses tensors that share bytes. Of a type that we do not know, only the start counts.
+fn overlap(tensors: &BTreeMap<String, Tensor>) -> Parse<()> {
+    let mut in_order: Vec<(usize, usize, &str)> = tensors
+        .iter()
+        .map(|(name, tensor)| (tensor.bytes.start, tensor.byte_len().unwrap_or(1), name.as_str()))
+        .collect();
+    in_order.sort_unstable();
+    for pair in in_order.windows(2) {
+        let ((start, len, name), (next_start, _, next)) = (pair[0], pair[1]);
+        if start.saturating_add(len) > next_start {
+            return Err(format!("the tensors {name} and {next} overlap: it is damaged"));
+        }
+    }
+    Ok(())
 }

@@ -3,9 +3,10 @@
 use candle_core::quantized::{GgmlDType, gguf_file};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
-use cob::model::{Backend, Kv, KvType, Logits, Model, Tier};
+use cob::chat::qwen::ChatFormat;
+use cob::model::{Backend, Kv, KvType, Logits, Model, Source, Tier};
 
-use crate::tiny::{SMALL, Shape, write_gguf, write_safetensors};
+use crate::tiny::{SMALL, Shape, write_gguf, write_gguf_with, write_safetensors};
 
 const IDS: [u32; 40] = {
     let mut ids = [0; 40];
@@ -131,7 +132,86 @@ fn a_folder_that_is_not_whole_is_refused_by_name() {
     let wider: &dyn Fn(&std::path::Path) =
         &|f| configured(f, r#""intermediate_size":512"#, r#""intermediate_size":520"#);
     check(true, wider, &["mlp.gate_proj.weight is [512, 256] and should be [520, 256]"]);
+    for (scaling, fine) in [
+        (r#"{"rope_type":"default"}"#, true),
+        (r#"{"rope_type":"default","type":"default"}"#, true),
+        (r#"{"rope_type":"default","type":"yarn"}"#, false),
+        (r#"{"type":"default","rope_type":"yarn"}"#, false),
+        (r#"{"type":"yarn","factor":4.0}"#, false),
+        (r#"{"factor":4.0}"#, false),
+    ] {
+        let to = format!(r#""rope_scaling":{scaling},"rope_theta":"#);
+        let scaled = |f: &std::path::Path| configured(f, r#""rope_theta":"#, &to);
+        check(true, &scaled, if fine { &[] } else { &["rope_scaling", "one that cob does not compute"] });
+    }
     check(true, &|f| std::fs::write(f.join(second), b"no").unwrap(), &["bad safetensors", second]);
+}
+
+#[test]
+fn a_gguf_file_that_cannot_be_as_it_says_is_refused_by_name() {
+    use candle_core::quantized::gguf_file::Value as V;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tiny.gguf");
+    let opened = |expected: &str, what: &str| {
+        let source = Source::open(&file);
+        let why = source.and_then(|source| source.config()).map_or_else(|why| why, |_| String::new());
+        assert!(why.contains(expected) && why.is_empty() == expected.is_empty(), "{what}: {why:?}");
+        assert!(why.is_empty() || why.starts_with(file.to_str().unwrap()), "{what}: {why:?}");
+    };
+    let check = |key: &str, value: V, expected: &str| {
+        write_gguf_with(&file, &SMALL, 1, GgmlDType::Q8_0, &[(key, value)]);
+        opened(expected, key);
+    };
+    check("general.name", V::String("tiny".into()), "");
+    check("general.architecture", V::String("llama".into()), "its architecture is `llama`");
+    check("qwen2.block_count", V::U32(2), "qwen2.block_count is 2, and it holds 3 layers");
+    check("qwen2.rope.scaling.type", V::String("none".into()), "");
+    check("qwen2.rope.scaling.type", V::String("yarn".into()), "RoPE scaling `yarn`");
+    check("qwen2.rope.scaling.type", V::U32(2), "qwen2.rope.scaling.type is not a string");
+    check("qwen2.rope.scaling.factor", V::F32(1.0), "");
+    check("qwen2.rope.scaling.factor", V::F32(4.0), "qwen2.rope.scaling.factor");
+    check("qwen2.rope.dimension_count", V::U32(64), "");
+    check("qwen2.rope.dimension_count", V::U32(32), "it rotates 32 of 64 elements");
+    check("qwen2.expert_count", V::U32(0), "");
+    check("qwen2.expert_count", V::U32(8), "it has 8 experts");
+
+    write_gguf(&file, &SMALL, 1, GgmlDType::Q8_0);
+    let whole = std::fs::read(&file).unwrap();
+    // Where a tensor begins stands after its name, the number of its dimensions, the dimensions, and its type.
+    let offset_of = |name: &str, dims: usize| {
+        let at = whole.windows(name.len()).position(|window| window == name.as_bytes()).unwrap();
+        at + name.len() + 4 + 8 * dims + 4
+    };
+    let moved = |to: u64, expected: &str| {
+        let mut bytes = whole.clone();
+        let at = offset_of("blk.1.attn_q.weight", 2);
+        bytes[at..at + 8].copy_from_slice(&to.to_le_bytes());
+        std::fs::write(&file, bytes).unwrap();
+        opened(expected, &format!("a tensor at {to}"));
+    };
+    let at = offset_of("blk.1.attn_q.bias", 1);
+    let taken = u64::from_le_bytes(whole[at..at + 8].try_into().unwrap());
+    moved(taken, "overlap");
+    moved(taken + 32, "blk.1.attn_q.weight overlap");
+    moved(taken + 1, "tensor blk.1.attn_q.weight begins at");
+    moved(1 << 40, "tensor blk.1.attn_q.weight lies past the end");
+}
+
+#[test]
+fn a_tokenizer_that_cannot_be_as_it_says_is_refused_by_name() {
+    use candle_core::quantized::gguf_file::Value as V;
+    let folder = tempfile::tempdir().unwrap();
+    let check = |other: &[(&str, V)], expected: &str| {
+        let file = write_gguf_with(&folder.path().join("tiny.gguf"), &SMALL, 1, GgmlDType::Q8_0, other);
+        let why = ChatFormat::open(&file, None).err().expect("it has no merges");
+        assert!(why.contains(expected) && why.starts_with(file.to_str().unwrap()), "{other:?}: {why}");
+    };
+    let tokens = || ("tokenizer.ggml.tokens", V::Array(["a", "b"].map(|token| V::String(token.into())).to_vec()));
+    let eos = |id| ("tokenizer.ggml.eos_token_id", id);
+    check(&[("tokenizer.ggml.model", V::String("llama".into()))], "tokenizer.ggml.model is `llama`");
+    check(&[tokens(), eos(V::U32(1))], "no tokenizer.ggml.merges");
+    check(&[tokens(), eos(V::U32(2))], "eos_token_id is none of its 2 tokens");
+    check(&[tokens(), eos(V::I32(-1))], "eos_token_id is none of its 2 tokens");
 }
 
 #[test]

@@ -97,6 +97,17 @@ pub fn write_safetensors(folder: &Path, s: &Shape, seed: u64) {
 
 /// Writes a GGUF file with all matrices in one type (those whose rows do not divide into its blocks stay f32).
 pub fn write_gguf(path: &Path, s: &Shape, seed: u64, kind: GgmlDType) -> PathBuf {
+    write_gguf_with(path, s, seed, kind, &[])
+}
+
+/// As [`write_gguf`], with metadata besides or instead of its own.
+pub fn write_gguf_with(
+    path: &Path,
+    s: &Shape,
+    seed: u64,
+    kind: GgmlDType,
+    other: &[(&str, gguf_file::Value)],
+) -> PathBuf {
     use gguf_file::Value as V;
     let n = |x: usize| V::U32(x as u32);
     let metadata = [
@@ -119,7 +130,9 @@ pub fn write_gguf(path: &Path, s: &Shape, seed: u64, kind: GgmlDType) -> PathBuf
             (gguf, QTensor::quantize(&value(seed, i, &shape), kind).unwrap())
         })
         .collect();
-    let metadata: Vec<(&str, &V)> = metadata.iter().map(|(k, v)| (*k, v)).collect();
+    let others = |key: &str| other.iter().any(|(k, _)| *k == key);
+    let metadata = metadata.iter().filter(|(k, _)| !others(k)).chain(other);
+    let metadata: Vec<(&str, &V)> = metadata.map(|(k, v)| (*k, v)).collect();
     let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(k, v)| (k.as_str(), v)).collect();
     gguf_file::write(&mut std::fs::File::create(path).unwrap(), &metadata, &tensors).unwrap();
     path.to_owned()
