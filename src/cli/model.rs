@@ -221,7 +221,10 @@ fn answer(hub: &Hub, command: ModelCommand, signals: &Signals, progress: &mut Pr
         }
         ModelCommand::Rm { id } => {
             let (paths, bytes) = hub.remove(&id)?;
-            let text = format!("removed `{id}` ({})\n", human_bytes(bytes));
+            let unfinished = hub.settings().folders.models.join(".pull");
+            let partial =
+                if paths.iter().all(|path| path.starts_with(&unfinished)) { "the partial download of " } else { "" };
+            let text = format!("removed {partial}`{id}` ({})\n", human_bytes(bytes));
             Ok(Answer::new(text, json!({ "id": id, "removed": paths, "bytes": bytes })))
         }
         ModelCommand::Path { id } => {

@@ -303,12 +303,32 @@ impl Hub {
         })
     }
 
+    /// Fails when a file of the model is here and is too short or too long, as after a copy that broke off.
+    fn wrong_size(&self, manifest: &Manifest) -> Result<(), HubError> {
+        let id = &manifest.id;
+        for (file, path) in manifest.files.iter().zip(manifest.file_paths_in(&self.settings.folders.models)) {
+            let found = std::fs::metadata(&path).ok().filter(std::fs::Metadata::is_file).map(|meta| meta.len());
+            if let (Some(found), Some(expected)) = (found, file.bytes)
+                && found != expected
+            {
+                let text = format!(
+                    "{} has {found} bytes, expected {expected}; `cob model pull {id}` fetches it again, \
+                     `cob model verify {id}` looks closer",
+                    path.display()
+                );
+                return Err(HubError::new(Kind::WrongDigest, text));
+            }
+        }
+        Ok(())
+    }
+
     /// The path of an installed model.
     ///
     /// # Errors
-    /// [`Kind::Unknown`] or [`Kind::NotInstalled`].
+    /// [`Kind::Unknown`], [`Kind::NotInstalled`], or [`Kind::WrongDigest`] when a file has the wrong size.
     pub fn path(&self, id: &str) -> Result<PathBuf, HubError> {
         let manifest = self.manifest(id)?;
+        self.wrong_size(manifest)?;
         if !self.is_installed(manifest) {
             return Err(self.not_installed(id));
         }
@@ -345,6 +365,7 @@ impl Hub {
             return model.map(Resolved::Ready).map_err(|e| HubError::new(e.kind, format!("{origin}: {e}")));
         };
         let models = &self.settings.folders.models;
+        self.wrong_size(manifest)?;
         if !self.is_installed(manifest) {
             let (bytes_total, bytes_complete) = manifest.bytes();
             return Ok(Resolved::NeedsPull(NeedsPull {
@@ -418,6 +439,8 @@ impl Hub {
                 return unknown("is not a GGUF file; give a GGUF file, or the folder of a safetensors model");
             }
             (name(path.file_stem()), Format::Gguf, vec![path.to_path_buf()])
+        } else if path.exists() {
+            return unknown("is not a regular file; give a GGUF file, or the folder of a safetensors model");
         } else if value.contains(std::path::is_separator) || value.ends_with(".gguf") {
             return unknown(
                 "does not exist; give the path of a GGUF file or of a safetensors folder, or an id of `cob model list`",

@@ -169,6 +169,17 @@ fn take_from(job: &mut Job, from: &Path) -> Result<Fetched, HubError> {
                 format!("`{}` is a folder of files; give the folder instead of {}", job.manifest.id, from.display());
             return Err(HubError::new(Kind::Unknown, why));
         }
+        // Looked at before it is opened: a pipe would wait for its writer, and a device has no end.
+        let meta = std::fs::metadata(&path).map_err(|e| HubError::io("cannot read", &path, e))?;
+        if !meta.is_file() {
+            let why = format!("{} is not a regular file; give the file of `{}`", path.display(), job.manifest.id);
+            return Err(HubError::new(Kind::Unknown, why));
+        }
+        if let Some(expected) = file.bytes.filter(|&expected| expected != meta.len()) {
+            let (path, found) = (path.display(), meta.len());
+            let why = format!("{path} has {found} bytes, expected {expected}; nothing was installed");
+            return Err(HubError::new(Kind::WrongDigest, why));
+        }
         let part = job.staging.join(format!("{}.file.part", file.name));
         let what = format!("copying {}", path.display());
         job.copy(&path, &part, &what)?;
@@ -359,8 +370,10 @@ impl Job<'_> {
     pub fn copy(&mut self, from: &Path, to: &Path, what: &str) -> Result<(), HubError> {
         let reading = |e| HubError::io("cannot read", from, e);
         let writing = |e| HubError::io("cannot write", to, e);
-        let mut source = File::open(from).map_err(reading)?;
+        let source = File::open(from).map_err(reading)?;
         let bytes_total = source.metadata().map_err(reading)?.len();
+        // No more than there is space for, should someone still write to it.
+        let mut source = source.take(bytes_total);
         self.check_space(bytes_total)?;
         let mut target = File::create(to).map_err(writing)?;
         let mut buffer = vec![0u8; 1 << 20];

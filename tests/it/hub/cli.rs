@@ -59,6 +59,10 @@ fn a_models_life_through_the_commands() {
     assert_eq!((code, removed["removed"].as_array().unwrap().len()), (0, 2));
     let (code, _, err) = run(&home, ModelCommand::Rm { id: id() }, false);
     assert!(code == 1 && err.contains("not installed"), "{err}");
+    std::fs::create_dir_all(home.staged("")).unwrap();
+    std::fs::write(home.staged("tiny.gguf.hf.part"), b"1234").unwrap();
+    let (code, out, _) = run(&home, ModelCommand::Rm { id: id() }, false);
+    assert_eq!((code, out.as_str()), (0, "removed the partial download of `tiny` (4 B)\n"));
 }
 
 #[test]

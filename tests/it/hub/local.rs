@@ -38,6 +38,48 @@ fn a_file_of_the_user_is_checked_and_copied() {
     assert!(e.to_string().contains("cannot read /nowhere/x"), "{e}");
 }
 
+/// A manifest that knows the size of its file.
+fn sized(bytes: usize) -> cob::hub::Manifest {
+    manifest("tiny", &format!("sources=['hf']\nfiles=[{{name='tiny.gguf', bytes={bytes}}}]"))
+}
+
+#[test]
+fn what_cannot_be_the_file_is_not_copied() {
+    let bytes = model_bytes();
+    let home = Home::new(None, vec![sized(bytes.len())]);
+    let mine = home.dir.path().join("mine.gguf");
+    let pipe = home.dir.path().join("pipe.gguf");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
+    assert!(made.success());
+    let check = |from: &Path, kind: Kind, part: &str| {
+        let e = home.pull_from("tiny", Some(from)).0.unwrap_err();
+        assert!(e.kind == kind && e.to_string().contains(part), "{}: {e}", from.display());
+        assert!(!home.staged("tiny.gguf.file.part").exists());
+    };
+    check(Path::new("/dev/zero"), Kind::Unknown, "/dev/zero is not a regular file");
+    check(&pipe, Kind::Unknown, "is not a regular file");
+    std::fs::write(&mine, &bytes[1..]).unwrap();
+    check(&mine, Kind::WrongDigest, "has 299999 bytes, expected 300000; nothing was installed");
+}
+
+#[test]
+fn a_file_of_the_wrong_size_is_damaged_and_not_absent() {
+    let bytes = model_bytes();
+    let home = Home::new(None, vec![sized(bytes.len())]);
+    let mine = home.dir.path().join("mine.gguf");
+    std::fs::write(&mine, &bytes).unwrap();
+    let path = home.pull_from("tiny", Some(&mine)).0.unwrap().path;
+    std::fs::write(&path, &bytes[..5000]).unwrap();
+    for e in [resolve(&home, [Some("tiny"), None, None]).map(drop), home.hub().path("tiny").map(drop)] {
+        let e = e.unwrap_err();
+        assert_eq!(e.kind, Kind::WrongDigest);
+        assert!(e.to_string().contains("tiny.gguf has 5000 bytes, expected"), "{e}");
+        assert!(e.to_string().contains("`cob model pull tiny`"), "{e}");
+    }
+    assert!(!home.pull_from("tiny", Some(&mine)).0.unwrap().already);
+    assert_eq!(home.hub().path("tiny").unwrap(), path);
+}
+
 #[test]
 fn a_damaged_model_is_found_and_fetched_again() {
     let bytes = model_bytes();
@@ -153,6 +195,7 @@ fn a_path_is_a_model_too() {
     };
     check(&write("text.gguf", b"hello"), "is not a GGUF file");
     check(&write("short.gguf", b""), "is not a GGUF file");
+    check("/dev/null", "is not a regular file");
     check("/nowhere/x.gguf", "does not exist");
     check("x.gguf", "does not exist");
     check("tin", "the nearest are tiny");
