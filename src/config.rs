@@ -5,12 +5,18 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-/// What the file may hold.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// What the file says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     /// The model that is used when neither `--model` nor `COB_MODEL` names one.
     pub model: Option<String>,
+}
+
+/// What the file may hold.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    model: Option<toml::Spanned<String>>,
 }
 
 impl Config {
@@ -29,7 +35,21 @@ impl Config {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Config::default()),
             Err(error) => return Err(format!("cannot read {}: {error}", path.display())),
         };
-        toml::from_str(&text).map_err(|error| format!("{}: {}", path.display(), error.to_string().trim_end()))
+        let fail = |at: usize, why: &str| {
+            let before = text.get(..at).unwrap_or(&text);
+            let (line, start) = (before.matches('\n').count() + 1, before.rfind('\n').map_or(0, |end| end + 1));
+            let column = before[start..].chars().count() + 1;
+            let why = why.lines().collect::<Vec<_>>().join(", ");
+            format!("{}, line {line}, column {column}: {why}", path.display())
+        };
+        let file: File =
+            toml::from_str(&text).map_err(|error| fail(error.span().map_or(0, |span| span.start), error.message()))?;
+        match &file.model {
+            Some(model) if model.get_ref().trim().is_empty() => {
+                Err(fail(model.span().start, "`model` is empty; name a model, or remove the line"))
+            }
+            model => Ok(Config { model: model.as_ref().map(|model| model.get_ref().clone()) }),
+        }
     }
 }
 
@@ -67,8 +87,17 @@ mod tests {
         assert_eq!(Config::read(&file), Ok(Config::default()));
         std::fs::write(&file, "model = \"m\"\n").unwrap();
         assert_eq!(Config::read(&file).unwrap().model.as_deref(), Some("m"));
-        std::fs::write(&file, "modle = \"m\"\n").unwrap();
-        let error = Config::read(&file).unwrap_err();
-        assert!(error.contains("config.toml: ") && error.contains("unknown field `modle`"), "{error}");
+        let check = |text: &str, expected: &str| {
+            std::fs::write(&file, text).unwrap();
+            let error = Config::read(&file).unwrap_err();
+            assert!(error.starts_with(file.to_str().unwrap()) && error.lines().count() == 1, "{text:?}: {error:?}");
+            assert!(error.contains(expected), "{text:?}: {error}");
+        };
+        check("modle = \"m\"\n", "config.toml, line 1, column 1: unknown field `modle`");
+        check("# mô hình\nmodel = 1\n", "config.toml, line 2, column 9: invalid type");
+        check("model = \"m\n", "config.toml, line 1, column ");
+        check("# một\n\nmodel = \"\"\n", "config.toml, line 3, column 9: `model` is empty");
+        check("model = \" \"\n", "`model` is empty");
+        check("model = ", "config.toml, line 1, column ");
     }
 }

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 
 use crate::message::{ReminderAt, ToolChoice};
@@ -13,8 +14,9 @@ use crate::permission::Mode;
 #[command(next_help_heading = "Model")]
 pub struct ModelOptions {
     /// An id (`cob model list`), a GGUF file, a safetensors folder, or for run and chat scripted:FILE (plays a list of
-    /// replies, [{"text": "…"}, {"calls": [{"name": "Read", "arguments": {…}}]}, …]) [default: COB_MODEL, then the config, then the built-in default]
-    #[arg(long, value_name = "ID|PATH")]
+    /// replies, [{"text": "…"}, {"calls": [{"name": "Read", "arguments": {…}}]}, …]) [default: COB_MODEL, then the
+    /// config, then the built-in default]
+    #[arg(long, value_name = "ID|PATH", value_parser = NonEmptyStringValueParser::new())]
     pub model: Option<String>,
     /// Where the model computes
     #[arg(long, value_name = "DEVICE", default_value = "auto")]

@@ -3,6 +3,7 @@
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
@@ -46,7 +47,7 @@ pub enum ModelCommand {
     /// Say what is known of a model
     Info {
         /// An id, a GGUF file, or a safetensors folder
-        #[arg(value_name = "ID|FILE")]
+        #[arg(value_name = "ID|FILE", value_parser = NonEmptyStringValueParser::new())]
         model: String,
     },
     /// Remove an installed model

@@ -225,6 +225,8 @@ fn usage_errors_are_two() {
     check(&["run", "--timeout", "0", "x"], "a number of seconds above 0 is needed");
     check(&["run", "--timeout", "1e300", "x"], "a number of seconds above 0 is needed");
     check(&["run", "--device", "tpu", "x"], "possible values");
+    check(&["run", "--model", "", "x"], "--model");
+    check(&["model", "info", ""], "ID|FILE");
     check(&["run", "--threads", "0", "x"], "a whole number from 1 on is needed");
     check(&["run", "--threads", "100000", "x"], "more threads than cores");
     check(&["run", "--permission-mode", "yolo", "x"], "there is no permission mode");
