@@ -211,7 +211,7 @@ fn unwritten(error: &std::io::Error) -> String {
 
 /// Writes a line to standard error.
 fn complain(text: &str) {
-    let _ = writeln!(std::io::stderr(), "cob: {text}");
+    let _ = writeln!(std::io::stderr(), "cob: {}", output::printable(text));
 }
 
 /// Shows what a command found, or why it found nothing; the exit code.

@@ -7,6 +7,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
+use super::output::printable;
 use super::progress::Progress;
 use super::signals::Signals;
 use crate::chat::qwen::ChatFormat;
@@ -114,7 +115,7 @@ fn report(e: &HubError, json: bool, out: &mut dyn Write, err: &mut dyn Write, in
         let kind = format!("{:?}", e.kind);
         let _ = out.write_all(pretty(&json!({ "error": { "kind": kind, "message": e.to_string() } })).as_bytes());
     }
-    let _ = writeln!(err, "cob: {e}");
+    let _ = writeln!(err, "cob: {}", printable(&e.to_string()));
     exit_code(e.kind, interrupted)
 }
 
@@ -211,13 +212,13 @@ fn answer(hub: &Hub, command: ModelCommand, signals: &Signals, progress: &mut Pr
         }
         ModelCommand::Info { model } => {
             let mut lines = hub.info_lines(&model, cancel, &mut events)?;
-            if let Some((_, path)) = lines.iter().find(|(label, _)| *label == "path") {
-                lines.extend(inside(Path::new(path)));
+            let path = lines.iter().find(|(label, _)| *label == "path").and_then(|(_, path)| path.as_str());
+            if let Some(path) = path.map(PathBuf::from) {
+                lines.extend(inside(&path));
             }
             let width = lines.iter().map(|(label, _)| label.len()).max().unwrap_or(0);
-            let text = lines.iter().map(|(label, value)| format!("{label:width$}  {value}\n")).collect();
-            let json =
-                lines.into_iter().map(|(label, value)| (label.replace(' ', "_"), Value::String(value))).collect();
+            let text = lines.iter().map(|(label, value)| format!("{label:width$}  {}\n", in_words(value))).collect();
+            let json = lines.into_iter().map(|(label, value)| (label.replace(' ', "_"), value)).collect();
             Ok(Answer::new(text, Value::Object(json)))
         }
         ModelCommand::Rm { id } => {
@@ -235,29 +236,39 @@ fn answer(hub: &Hub, command: ModelCommand, signals: &Signals, progress: &mut Pr
     }
 }
 
+/// A value of `info` for people, in one line.
+fn in_words(value: &Value) -> String {
+    match value {
+        Value::Bool(yes) => if *yes { "yes" } else { "no" }.into(),
+        Value::Array(all) => all.iter().map(in_words).collect::<Vec<_>>().join(", "),
+        Value::String(text) => printable(text).replace('\n', " "),
+        other => other.to_string(),
+    }
+}
+
 /// What the file itself says, and whether it can be run.
-fn inside(path: &Path) -> Vec<(&'static str, String)> {
+fn inside(path: &Path) -> Vec<(&'static str, Value)> {
     let source = match Source::open(path) {
         Ok(source) => source,
-        Err(why) => return vec![("runs here", format!("no: {why}"))],
+        Err(why) => return vec![("runs here", format!("no: {why}").into())],
     };
     let types = source.tensor_types();
     let tensors = types.iter().map(|t| format!("{} {}", t.tensors, t.name)).collect::<Vec<_>>().join(", ");
     let parameters: usize = types.iter().map(|t| t.elements).sum();
-    let mut lines = vec![("tensors", tensors), ("parameters", parameters.to_string())];
+    let mut lines = vec![("tensors", tensors.into()), ("parameters", parameters.into())];
     match source.config() {
-        Err(why) => lines.push(("runs here", format!("no: {why}"))),
+        Err(why) => lines.push(("runs here", format!("no: {why}").into())),
         Ok(config) => {
             let Config { layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, context, rope_theta, .. } =
                 config;
             lines.extend([
-                ("architecture", "qwen2".to_owned()),
-                ("layers", layers.to_string()),
-                ("hidden size", format!("{hidden}, {intermediate} inside the MLP")),
-                ("attention heads", format!("{heads} of {head_dim}, {kv_heads} for keys and values")),
-                ("vocabulary", vocab.to_string()),
-                ("trained context", format!("{context} tokens, RoPE base {rope_theta}")),
-                ("kv bytes a token", config.kv_shape(KvType::F16).bytes(BLOCK).div_euclid(BLOCK).to_string()),
+                ("architecture", "qwen2".into()),
+                ("layers", layers.into()),
+                ("hidden size", format!("{hidden}, {intermediate} inside the MLP").into()),
+                ("attention heads", format!("{heads} of {head_dim}, {kv_heads} for keys and values").into()),
+                ("vocabulary", vocab.into()),
+                ("trained context", format!("{context} tokens, RoPE base {rope_theta}").into()),
+                ("kv bytes a token", config.kv_shape(KvType::F16).bytes(BLOCK).div_euclid(BLOCK).into()),
             ]);
             lines.extend(match ChatFormat::open(path, Some(vocab)) {
                 Ok(format) if format.template.is_repaired() => {
@@ -267,10 +278,10 @@ fn inside(path: &Path) -> Vec<(&'static str, String)> {
                     )]
                 }
                 Ok(_) => vec![],
-                Err(why) => vec![("runs here", format!("no chat: {why}"))],
+                Err(why) => vec![("runs here", format!("no chat: {why}").into())],
             });
             if lines.iter().all(|(label, _)| *label != "runs here") {
-                lines.push(("runs here", "yes".to_owned()));
+                lines.push(("runs here", "yes".into()));
             }
         }
     }

@@ -16,6 +16,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 
 pub use folders::Folders;
@@ -530,7 +531,7 @@ impl Hub {
         pull::remove(self, manifest)
     }
 
-    /// What is known of a model, as label and value. `value` is an id or a path.
+    /// What is known of a model, as label and JSON value. `value` is an id or a path.
     ///
     /// # Errors
     /// [`Kind::Unknown`]; a digest that has to be taken can fail as in [`Hub::resolve`].
@@ -539,7 +540,7 @@ impl Hub {
         value: &str,
         cancel: &CancellationToken,
         events: Events,
-    ) -> Result<Vec<(&'static str, String)>, HubError> {
+    ) -> Result<Vec<(&'static str, Value)>, HubError> {
         let (manifest, path, record) = match self.resolve(Some(value), None, None, cancel, events)? {
             Resolved::NeedsPull(needs) => (Some(needs.manifest), None, None),
             Resolved::Ready(model) => {
@@ -555,32 +556,33 @@ impl Hub {
         let mut lines = Vec::new();
         if let Some(m) = &manifest {
             let sources: Vec<String> = m.sources.iter().map(Source::to_string).collect();
-            lines.push(("id", m.id.clone()));
-            lines.push(("repository", m.repository.clone()));
-            lines.push(("revision", m.revision.clone()));
-            lines.push(("licence", m.licence.clone()));
-            lines.push(("context tokens", m.context_tokens.to_string()));
-            lines.push(("sources", sources.join(", ")));
-            lines.push(("tested", if m.tested { "yes" } else { "no" }.to_string()));
+            lines.push(("id", m.id.clone().into()));
+            lines.push(("repository", m.repository.clone().into()));
+            lines.push(("revision", m.revision.clone().into()));
+            lines.push(("licence", m.licence.clone().into()));
+            lines.push(("context tokens", m.context_tokens.into()));
+            lines.push(("sources", sources.into()));
+            lines.push(("tested", m.tested.into()));
         }
         match path {
             None => {
                 let (bytes, complete) = manifest.as_ref().map_or((0, false), Manifest::bytes);
                 let about = if complete { "" } else { "about " };
-                lines.push(("installed", format!("no ({about}{} to fetch)", human_bytes(bytes))));
+                lines.push(("installed", false.into()));
+                lines.push(("to fetch", format!("{about}{}", human_bytes(bytes)).into()));
             }
             Some((path, bytes, digest)) => {
-                lines.push(("path", path.display().to_string()));
-                lines.push(("bytes", bytes.to_string()));
-                lines.push(("sha256", digest));
+                lines.push(("path", path.display().to_string().into()));
+                lines.push(("bytes", bytes.into()));
+                lines.push(("sha256", digest.into()));
                 if let Some(record) = record {
                     if let Some(revision) = &record.revision {
-                        lines.push(("fetched revision", revision.clone()));
+                        lines.push(("fetched revision", revision.clone().into()));
                     }
                     let checked: Vec<String> =
                         record.files.iter().map(|f| format!("{} against {}", f.name, f.checked.as_str())).collect();
-                    lines.push(("came from", record.source));
-                    lines.push(("checked", checked.join(", ")));
+                    lines.push(("came from", record.source.into()));
+                    lines.push(("checked", checked.join(", ").into()));
                 }
             }
         }

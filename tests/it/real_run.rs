@@ -67,7 +67,7 @@ fn model_info_says_what_is_in_the_file() {
     assert_eq!(small["tensors"], "133 Q5_0, 13 Q8_0, 12 Q4_K, 12 Q6_K, 121 F32");
     assert_eq!(default["tensors"], "169 Q4_K, 29 Q6_K, 141 F32");
     assert_eq!((&small["runs_here"], &default["runs_here"]), (&"yes".into(), &"yes".into()));
-    assert_eq!((&small["kv_bytes_a_token"], &default["kv_bytes_a_token"]), (&"12288".into(), &"28672".into()));
+    assert_eq!((&small["kv_bytes_a_token"], &default["kv_bytes_a_token"]), (&12288.into(), &28672.into()));
     assert!(
         small.get("chat_template").is_none() && default["chat_template"].as_str().unwrap().contains("doubled braces")
     );

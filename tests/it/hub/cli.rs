@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use super::server::{FakeHub, Served};
 use super::{Home, lfs, model_bytes, sha256, tiny};
+use crate::tiny::{SMALL, write_gguf_with};
 
 fn run(home: &Home, command: ModelCommand, json: bool) -> (u8, String, String) {
     let (mut out, mut err) = (Vec::new(), Vec::new());
@@ -45,6 +46,12 @@ fn a_models_life_through_the_commands() {
     let (code, out, _) = run(&home, ModelCommand::Path { id: id() }, false);
     assert_eq!((code, out), (0, format!("{}\n", path.display())));
     let (code, info) = json(ModelCommand::Info { model: id() });
+    assert_eq!((&info["bytes"], &info["tested"]), (&Value::from(bytes.len()), &Value::Bool(false)));
+    assert_eq!((&info["context_tokens"], &info["sources"]), (&32768.into(), &vec!["hf"].into()));
+    let (_, out, _) = run(&home, ModelCommand::Info { model: id() }, false);
+    let line =
+        |label: &str| out.lines().find(|line| line.starts_with(label)).map(|line| line.split_at(label.len()).1.trim());
+    assert_eq!((line("tested"), line("sources")), (Some("no"), Some("hf")), "{out}");
     assert_eq!(
         (code, info["came_from"].as_str(), info["checked"].as_str()),
         (0, Some("hf"), Some("tiny.gguf against the hub"))
@@ -63,6 +70,18 @@ fn a_models_life_through_the_commands() {
     std::fs::write(home.staged("tiny.gguf.hf.part"), b"1234").unwrap();
     let (code, out, _) = run(&home, ModelCommand::Rm { id: id() }, false);
     assert_eq!((code, out.as_str()), (0, "removed the partial download of `tiny` (4 B)\n"));
+}
+
+#[test]
+fn what_a_file_says_does_not_drive_the_terminal() {
+    use candle_core::quantized::{GgmlDType, gguf_file::Value as V};
+    let home = Home::new(None, vec![]);
+    let file = home.dir.path().join("tiny.gguf");
+    let architecture = ("general.architecture", V::String("\x1b[31mred\nrun\x07".into()));
+    write_gguf_with(&file, &SMALL, 1, GgmlDType::Q8_0, &[architecture]);
+    let (code, out, _) = run(&home, ModelCommand::Info { model: file.to_str().unwrap().into() }, false);
+    assert!(code == 0 && out.contains("its architecture is `[31mred run`"), "{out:?}");
+    assert!(!out.contains(['\x1b', '\x07']), "{out:?}");
 }
 
 #[test]
