@@ -335,7 +335,7 @@ impl Front {
 fn figures(report: &Report) -> String {
     let Outcome { turns, usage, .. } = &report.outcome;
     let mut parts = vec![
-        format!("{turns} turn{}", if *turns == 1 { "" } else { "s" }),
+        counted(*turns, "turn"),
         format!("{} cached + {} prefilled", usage.cached_tokens, usage.prefilled_tokens),
         format!("{} forced + {} sampled tokens", usage.forced_tokens, usage.sampled_tokens),
     ];
@@ -396,11 +396,21 @@ fn one_line(text: &str) -> String {
     let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
     let line = printable(lines.next().unwrap_or_default());
     let more = lines.next().is_some();
-    match line.char_indices().nth(SUMMARY_CHARS_MAX) {
-        Some((at, _)) => format!("{}…", &line[..at]),
-        None if more => format!("{line} …"),
-        None => line,
+    let short = shortened(&line, SUMMARY_CHARS_MAX);
+    if more && short == line { format!("{line} …") } else { short }
+}
+
+/// At most so many characters, and a sign where some were cut.
+pub fn shortened(text: &str, chars_max: usize) -> String {
+    match text.char_indices().nth(chars_max) {
+        Some((at, _)) => format!("{}…", &text[..at]),
+        None => text.to_owned(),
     }
+}
+
+/// `1 turn`, `2 turns`.
+pub fn counted(count: usize, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 /// Without the control characters by which a file or a model could drive the terminal.

@@ -6,7 +6,7 @@ use std::path::Path;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
-use super::output::{describe_calls, printable};
+use super::output::{counted, describe_calls, printable, shortened};
 use super::setup::Fault;
 use super::{complain, pretty, print, show};
 use crate::hub::Folders;
@@ -87,6 +87,9 @@ fn remove(dir: &Path, ids: &[String], json: bool) -> u8 {
     code
 }
 
+/// Of a task in the list, in characters.
+const TASK_CHARS_MAX: usize = 60;
+
 fn list(found: &[Summary]) -> String {
     let mut text = String::new();
     for summary in found {
@@ -97,13 +100,13 @@ fn list(found: &[Summary]) -> String {
             (None, false, None) => "unfinished".into(),
         };
         let task = summary.task.as_deref().unwrap_or("").lines().next().unwrap_or("");
-        let task: String = printable(task).chars().take(60).collect();
+        let task = shortened(&printable(task), TASK_CHARS_MAX);
         let _ = writeln!(
             text,
-            "{}  {} turns, {} calls  {end}  {}  {task}",
+            "{}  {}, {}  {end}  {}  {task}",
             summary.id,
-            summary.turns,
-            summary.calls,
+            counted(summary.turns, "turn"),
+            counted(summary.calls, "call"),
             summary.model.as_deref().unwrap_or("-")
         );
     }
@@ -178,6 +181,6 @@ fn entry(text: &mut String, record: &Record) {
             ("end", format!("{}{error}{partial}", word(reason)))
         }
     };
-    let what = printable(&what).replace('\n', "\n                    ");
-    let _ = writeln!(text, "{time} {who:>9}  {what}");
+    let what = printable(&what).replace('\n', "\n                     ");
+    let _ = writeln!(text, "{time}Z {who:>9}  {what}");
 }

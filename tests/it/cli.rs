@@ -301,7 +301,7 @@ fn sessions_can_be_listed_shown_and_removed() {
         (&json!("answer"), &json!(2), &json!(1))
     );
     let text = home.ran(&["session", "list"]).out;
-    assert!(text.contains(&id) && text.contains("2 turns, 1 calls  answer  scripted  How many lines?"), "{text}");
+    assert!(text.contains(&id) && text.contains("2 turns, 1 call  answer  scripted  How many lines?"), "{text}");
     let shown = home.ran(&["session", "show", &id]).out;
     for part in ["user  How many lines?", "→ Read notes.txt", "result  call_0 Read", "end  answer"] {
         assert!(shown.contains(part), "{part}: {shown}");
