@@ -24,7 +24,11 @@ pub struct DoctorArgs {
 }
 
 pub fn run(args: DoctorArgs) -> u8 {
-    show(examine(&args).map(|found| if args.json { pretty(&found) } else { table(&found) }))
+    let found = examine(&args);
+    let config_fault = found.as_ref().is_ok_and(|found| found["config"]["fault"].is_string());
+    let code = show(found.map(|found| if args.json { pretty(&found) } else { table(&found) }));
+    // No command that wants a model would run.
+    if code == 0 && config_fault { 1 } else { code }
 }
 
 fn examine(args: &DoctorArgs) -> Result<Value, Fault> {

@@ -72,6 +72,11 @@ fn attempt(args: &RunArgs, front: &mut Front, runtime: &Runtime, stop: &Stop) ->
     for text in said {
         front.note(&text);
     }
+    if args.task.as_deref().is_some_and(|task| task != "-") && input_waits() {
+        front.note(
+            "standard input is not read: the task is given; put it into the task, or use `-` and give the task there",
+        );
+    }
     let outcome = runtime.block_on(agent.run(&mut session, task.as_deref(), stop, &mut |event| front.event(event)));
     let code = exit_code(outcome.stop_reason);
     let report = Report { session_id: Some(session.id().to_owned()), model: Some(agent.model.info().id), outcome };
@@ -112,6 +117,21 @@ fn read_stdin(runtime: &Runtime, stop: &Stop) -> Result<String, Fault> {
         }
     })?;
     Ok(read.strip_suffix('\n').unwrap_or(&read).to_owned())
+}
+
+/// Whether something waits on standard input that is no terminal.
+#[cfg(unix)]
+fn input_waits() -> bool {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: FIONREAD writes one int.
+    !std::io::stdin().is_terminal()
+        && unsafe { libc::ioctl(libc::STDIN_FILENO, libc::FIONREAD, &mut bytes) } == 0
+        && bytes > 0
+}
+
+#[cfg(not(unix))]
+fn input_waits() -> bool {
+    false
 }
 
 /// A person is asked only when one reads along and can answer.

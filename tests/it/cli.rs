@@ -253,6 +253,13 @@ fn a_task_can_come_from_standard_input() {
     };
     check(&[]);
     check(&["-"]);
+    // With a task besides, it is not read, and that is said.
+    let model = home.script(json!([{"text": "ok"}]));
+    let mut child = home.cob(&["run", "Do it.", "--model", &model]).stdin(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"more\n").unwrap();
+    let ran = Ran::from(child.wait_with_output().unwrap());
+    assert!(ran.code == Some(0) && ran.err.contains("standard input is not read"), "{}", ran.err);
+    assert!(!home.ran(&["run", "Do it.", "--model", &model]).err.contains("standard input is not read"));
     let list = home.ran(&["session", "list", "--json"]).json();
     assert_eq!(list[1]["task"], "Trời Hà Nội\ncó mưa không?");
 }
@@ -660,6 +667,12 @@ fn the_small_commands_answer() {
     let doctor = home.ran(&["doctor", "--offline", "--json"]).json();
     assert!(doctor["cpu"]["cores"].as_u64().unwrap() > 0);
     assert_eq!(doctor["hub"]["state"], "offline");
+    let config = home.dir.path().join("home/config.toml");
+    fs::create_dir_all(config.parent().unwrap()).unwrap();
+    fs::write(&config, "modle = 1\n").unwrap();
+    let ran = home.ran(&["doctor", "--offline"]);
+    assert!(ran.code == Some(1) && ran.out.contains("config    cannot be used: "), "{}", ran.out);
+    fs::remove_file(&config).unwrap();
     let model = home.script(json!([{"text": "one two"}, {"text": "one two"}, {"text": "one two"}]));
     let bench = home.ran(&["bench", "--json", "--model", &model]).json();
     assert_eq!(bench["runs"].as_array().unwrap().len(), 3);
