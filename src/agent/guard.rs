@@ -85,20 +85,21 @@ pub(super) fn answered<'a>(
     answered.into_iter().map(|(key, (answer, _))| (key, answer)).collect()
 }
 
-/// What the last call of the task gave; `None` where none has a result yet.
-pub(super) fn last_answer<'a>(events: impl DoubleEndedIterator<Item = &'a Event>) -> Option<Answer> {
+/// The last call of the task that has a result, and what it gave.
+pub(super) fn last_answer<'a>(events: impl DoubleEndedIterator<Item = &'a Event>) -> Option<(&'a str, Answer)> {
     let mut last: Option<&ToolResult> = None;
     for event in events.rev() {
         match (event, last) {
             (Event::User { .. }, _) => break,
             (Event::ToolResult { result, .. }, None) => last = Some(result),
             (Event::Refused { call_id, .. }, Some(result)) if *call_id == result.call_id => {
-                return Some(Answer::Refused);
+                return Some((call_id, Answer::Refused));
             }
             _ => {}
         }
     }
-    last.map(|result| if result.led_nowhere { Answer::Useless } else { Answer::Useful })
+    let answer = |result: &ToolResult| if result.led_nowhere { Answer::Useless } else { Answer::Useful };
+    last.map(|result| (result.call_id.as_str(), answer(result)))
 }
 
 /// Whether a reply is the task over again, whatever its case, spaces and punctuation, or begins as a call does in the examples of

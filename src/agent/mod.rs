@@ -12,7 +12,8 @@
 //!   between that may change the answer) is thrown away and made again. Where those calls had led nowhere, their tools are
 //!   withheld for that reply; otherwise, or if the model insists, the last result gets a reminder to answer and calls are
 //!   masked out. Where only some calls of a step are such repeats, the others run and the repeats are answered with a
-//!   pointer to the result above. `Settings::guard` turns all of it off.
+//!   pointer to the result above. A reply after a result that is the task over again, or begins as a call does in the examples of
+//!   the system prompt, is thrown away once too. `Settings::guard` turns all of it off.
 
 mod call;
 mod guard;

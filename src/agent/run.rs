@@ -228,7 +228,8 @@ impl<'a, 'o> Run<'a, 'o> {
         let answered = self.answered();
         let answers: Option<Vec<_>> = calls.iter().map(|call| answered.get(&guard::key(call)).copied()).collect();
         let useless = answers?.into_iter().all(|answer| answer == guard::Answer::Useless);
-        Some(Repeat { call_id: self.last_result()?, useless })
+        let (call_id, _) = guard::last_answer(self.session.events())?;
+        Some(Repeat { call_id: call_id.to_owned(), useless })
     }
 
     /// Where a reply after a result is no answer: the result's call, and what it gave.
@@ -240,16 +241,8 @@ impl<'a, 'o> Run<'a, 'o> {
         {
             return None;
         }
-        let last = guard::last_answer(self.session.events())?;
-        Some((self.last_result()?, last))
-    }
-
-    /// The call of the last result.
-    fn last_result(&self) -> Option<String> {
-        self.session.events().rev().find_map(|event| match event {
-            Event::ToolResult { result, .. } => Some(result.call_id.clone()),
-            _ => None,
-        })
+        let (call_id, answer) = guard::last_answer(self.session.events())?;
+        Some((call_id.to_owned(), answer))
     }
 
     pub fn answered(&self) -> BTreeMap<String, guard::Answer> {

@@ -229,6 +229,9 @@ fn check_tool_choice(choice: &ToolChoice, toolbox: &Toolbox, left_out: &[String]
 fn rules(flags: &AgentOptions, cwd: &Path, toolbox: &Toolbox) -> Result<Rules, Fault> {
     let mut rules = Rules::new(cwd, flags.permission_mode)
         .map_err(|error| Fault::failed(format!("cannot resolve {}: {error}", cwd.display())))?;
+    if flags.allow.is_empty() {
+        return Ok(rules);
+    }
     let known: BTreeSet<String> = Tools::builtin(None)
         .map(|tools| tools.specs())
         .map_err(Fault::failed)?
