@@ -64,7 +64,7 @@ fn main() {
     let (path, _folder) = common::model();
     let format = ChatFormat::open(&path, None).inspect_err(|why| println!("no tokenizer: {why}")).ok();
     let model = Model::open(&path, Backend::cpu(), KvType::F16).expect("the model loads");
-    let engine = Engine::start(model, Settings { context_tokens: 32_768, cache_bytes: 1 << 30 });
+    let engine = Engine::start(model, Settings { context_tokens: 32_768, cache_bytes: 1 << 30 }).unwrap();
     let seen: RefCell<Seen> = RefCell::default();
     let mut criterion =
         Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(1)).configure_from_args();

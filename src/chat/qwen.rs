@@ -98,13 +98,15 @@ impl Qwen {
     pub fn load(source: Source, path: &Path, options: Options) -> Result<Self, String> {
         let config = source.config()?;
         let chat_path: PathBuf = path.to_owned();
-        let chat = std::thread::spawn(move || ChatFormat::open(&chat_path, Some(config.vocab)));
+        let chat = std::thread::Builder::new()
+            .spawn(move || ChatFormat::open(&chat_path, Some(config.vocab)))
+            .map_err(|error| format!("cannot start the tokenizer's thread: {error}"))?;
         let model = Model::load(source, options.backend.clone(), options.kv_type)?;
         let format = chat.join().map_err(|_| "the tokenizer's thread panicked".to_owned())??;
         let context_tokens = options.context_tokens.min(config.context);
         let info =
             ModelInfo { id: options.id, digest: options.digest, kernel_tier: options.backend.name(), context_tokens };
-        let engine = Engine::start(model, engine::Settings { context_tokens, cache_bytes: options.cache_bytes });
+        let engine = Engine::start(model, engine::Settings { context_tokens, cache_bytes: options.cache_bytes })?;
         Ok(Qwen { engine, format, info })
     }
 

@@ -16,7 +16,7 @@ pub struct ModelOptions {
     /// An id (`cob model list`), a GGUF file, a safetensors folder, or for run and chat scripted:FILE (plays a list of
     /// replies, [{"text": "…"}, {"calls": [{"name": "Read", "arguments": {…}}]}, …]) [default: COB_MODEL, then the
     /// config, then the built-in default]
-    #[arg(long, value_name = "ID|PATH", value_parser = NonEmptyStringValueParser::new())]
+    #[arg(short, long, value_name = "ID|PATH", value_parser = NonEmptyStringValueParser::new())]
     pub model: Option<String>,
     /// Where the model computes
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
@@ -84,9 +84,13 @@ pub struct AgentOptions {
     /// The folder to work in [default: the current one]
     #[arg(long, value_name = "DIR")]
     pub cwd: Option<PathBuf>,
-    /// Go on with a session; without a task, from where it stopped
-    #[arg(long, value_name = "ID")]
+    /// Go on with a session; without a task, from where it stopped. The beginning or the end of an id is enough where it fits
+    /// just one
+    #[arg(short, long, value_name = "ID")]
     pub resume: Option<String>,
+    /// Go on with the newest session of the folder
+    #[arg(short, long = "continue", conflicts_with = "resume")]
+    pub continue_newest: bool,
     /// The built-in tools to offer, separated by commas; `none` for none [default: all, or those of
     /// the session]
     #[arg(long, value_name = "NAMES")]
@@ -137,6 +141,13 @@ pub struct AgentOptions {
     /// Let the model repeat a call that was already answered
     #[arg(long)]
     pub no_guard: bool,
+}
+
+impl AgentOptions {
+    /// Whether a session that is there goes on.
+    pub fn resumes(&self) -> bool {
+        self.resume.is_some() || self.continue_newest
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

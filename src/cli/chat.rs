@@ -21,7 +21,7 @@ use crate::session::Session;
 #[derive(Args)]
 pub struct ChatArgs {
     /// Show only the answers and faults
-    #[arg(long)]
+    #[arg(short, long)]
     quiet: bool,
     #[command(flatten)]
     model: ModelOptions,

@@ -94,7 +94,7 @@ Examples:
   cob run \"Which file defines parse_config?\"
   cob run \"In config.ini change the port to 9090.\" --permission-mode accept-edits
   git diff | cob run - --tools none --system \"Summarise this change in one sentence.\"
-  cob chat --resume ID";
+  cob chat --continue";
 
 /// Runs the program.
 pub fn main() -> ExitCode {

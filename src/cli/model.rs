@@ -177,7 +177,7 @@ fn answer(hub: &Hub, command: ModelCommand, signals: &Signals, progress: &mut Pr
         ModelCommand::Verify { id } => {
             let ids = match id {
                 Some(id) => vec![id],
-                None => hub.manifests().iter().filter(|m| hub.is_installed(m)).map(|m| m.id.clone()).collect(),
+                None => hub.manifests().iter().filter(|m| hub.is_present(m)).map(|m| m.id.clone()).collect(),
             };
             let mut text = String::new();
             let mut all = Vec::new();

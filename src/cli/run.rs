@@ -19,13 +19,13 @@ use crate::permission::{Approver, Headless};
 
 #[derive(Args)]
 pub struct RunArgs {
-    /// What is to be done; `-`, or nothing without --resume, reads it from standard input
+    /// What is to be done; `-`, or nothing without --resume or --continue, reads it from standard input
     task: Option<String>,
     /// What is shown
     #[arg(long, value_name = "FORMAT", default_value = "text")]
     output_format: OutputFormat,
     /// Show only the answer and faults
-    #[arg(long)]
+    #[arg(short, long)]
     quiet: bool,
     #[command(flatten)]
     model: ModelOptions,
@@ -94,7 +94,7 @@ fn task(args: &RunArgs, runtime: &Runtime, stop: &Stop) -> Result<Option<String>
     let text = match args.task.as_deref() {
         Some("-") => read_stdin(runtime, stop)?,
         Some(text) => text.to_owned(),
-        None if args.agent.resume.is_some() => return Ok(None),
+        None if args.agent.resumes() => return Ok(None),
         None if std::io::stdin().is_terminal() => {
             return Err(Fault::usage("there is no task; give it as an argument, or `-` to type it"));
         }

@@ -10,7 +10,7 @@ use super::output::{counted, describe_calls, printable, shortened};
 use super::setup::Fault;
 use super::{complain, pretty, print, show};
 use crate::hub::Folders;
-use crate::session::{self, Event, Log, Record, SessionError, Summary, utc};
+use crate::session::{self, Event, Log, Record, Summary, utc};
 
 #[derive(Args)]
 pub struct SessionArgs {
@@ -25,7 +25,8 @@ pub struct SessionArgs {
 enum SessionCommand {
     /// The sessions, oldest first
     List,
-    /// What happened in a session; with --json its events as they are
+    /// What happened in a session; with --json its events as they are. The beginning or the end of an id is enough where it
+    /// fits just one
     Show { id: String },
     /// Where a session lies
     Path { id: String },
@@ -48,14 +49,12 @@ fn execute(args: SessionArgs) -> Result<u8, Fault> {
             if args.json { pretty(&json!(found)) } else { list(&found) }
         }
         SessionCommand::Show { id } => {
-            let log = session::read(&session::path(&dir, &id)?)?;
+            let log = session::read(&session::path(&dir, &session::find(&dir, &id)?)?)?;
             if args.json { lines(&log) } else { transcript(&log) }
         }
         SessionCommand::Path { id } => {
+            let id = session::find(&dir, &id)?;
             let path = session::path(&dir, &id)?;
-            if !path.exists() {
-                return Err(SessionError::NotFound(path).into());
-            }
             let text = path.display().to_string();
             if args.json { pretty(&json!({"id": id, "path": text})) } else { text + "\n" }
         }
@@ -70,8 +69,8 @@ fn remove(dir: &Path, ids: &[String], json: bool) -> u8 {
     let mut removed = Vec::new();
     let mut code = 0;
     for id in ids {
-        match session::remove(dir, id) {
-            Ok(_) => removed.push(id),
+        match session::find(dir, id).and_then(|id| session::remove(dir, &id).map(|_| id)) {
+            Ok(id) => removed.push(id),
             Err(error) => {
                 let fault = Fault::from(error);
                 complain(&fault.text);

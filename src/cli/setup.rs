@@ -58,7 +58,7 @@ impl From<SessionError> for Fault {
     fn from(error: SessionError) -> Fault {
         let text = error.to_string();
         match error {
-            SessionError::InvalidId(_) | SessionError::NotFound(_) => Fault::usage(text),
+            SessionError::InvalidId(_) | SessionError::NotFound(_) | SessionError::Ambiguous(_) => Fault::usage(text),
             SessionError::NotAFile(_)
             | SessionError::Locked(_)
             | SessionError::Refused(_)
@@ -107,9 +107,9 @@ pub fn prepare(
 ) -> Result<Prepared, Fault> {
     let flags = options.agent;
     let sessions = Folders::from_env()?.sessions;
-    let (reopened, mut said) = match &flags.resume {
+    let (reopened, mut said) = match resumed_id(flags, &sessions)? {
         Some(id) => {
-            let (session, said) = Session::open(&sessions, id)?;
+            let (session, said) = Session::open(&sessions, &id)?;
             (Some(session), said)
         }
         None => (None, Vec::new()),
@@ -173,6 +173,20 @@ pub fn prepare(
         settings,
     };
     Ok(Prepared { agent, session, resumed, said })
+}
+
+/// The session that is to go on, if one is.
+fn resumed_id(flags: &AgentOptions, sessions: &Path) -> Result<Option<String>, Fault> {
+    if let Some(text) = &flags.resume {
+        return Ok(Some(session::find(sessions, text)?));
+    }
+    if !flags.continue_newest {
+        return Ok(None);
+    }
+    let cwd = workspace(flags.cwd.as_deref(), None)?;
+    let found = session::latest(sessions, &cwd)?;
+    let none = || Fault::usage(format!("no session works in {}; `cob session list` shows all", cwd.display()));
+    found.map(Some).ok_or_else(none)
 }
 
 /// The folder of the flag, else that of the session, else the current one; absolute, links resolved.

@@ -137,16 +137,16 @@ enum Job {
 }
 
 impl Engine {
-    /// Takes the model to a thread of its own.
-    pub fn start(model: Model, settings: Settings) -> Self {
+    /// Takes the model to a thread of its own. Fails where the system starts no thread.
+    pub fn start(model: Model, settings: Settings) -> Result<Self, String> {
         let (jobs, queue) = mpsc::channel();
         let thread = std::thread::Builder::new()
             .name("cob-engine".into())
             .spawn(move || {
                 Worker { model, cache: PrefixCache::new(settings.cache_bytes), settings, broken: None }.serve(queue)
             })
-            .expect("a thread can be started");
-        Engine { jobs, settings, thread: Some(thread) }
+            .map_err(|error| format!("cannot start the engine's thread: {error}"))?;
+        Ok(Engine { jobs, settings, thread: Some(thread) })
     }
 
     pub fn settings(&self) -> Settings {

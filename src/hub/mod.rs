@@ -304,6 +304,11 @@ impl Hub {
         })
     }
 
+    /// Whether all files are here, whatever their size: what [`Hub::verify`] can look at.
+    pub fn is_present(&self, manifest: &Manifest) -> bool {
+        manifest.file_paths_in(&self.settings.folders.models).iter().all(|path| path.is_file())
+    }
+
     /// Fails when a file of the model is here and is too short or too long, as after a copy that broke off.
     fn wrong_size(&self, manifest: &Manifest) -> Result<(), HubError> {
         let id = &manifest.id;
@@ -491,7 +496,7 @@ impl Hub {
         let models = &self.settings.folders.models;
         let paths = manifest.file_paths_in(models);
         // A file of a wrong size is a finding, so presence alone counts here.
-        if !paths.iter().all(|path| path.is_file()) {
+        if !self.is_present(manifest) {
             return Err(self.not_installed(id));
         }
         let record_path = record_path(&manifest.path_in(models));

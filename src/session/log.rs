@@ -17,6 +17,8 @@ pub enum SessionError {
     NotFound(PathBuf),
     /// A folder, a pipe …
     NotAFile(PathBuf),
+    /// What was given fits several ids.
+    Ambiguous(String),
     /// Another process has it open.
     Locked(PathBuf),
     /// It was written by a newer version, or holds an event that this one does not know and may not skip.
@@ -53,7 +55,7 @@ impl fmt::Display for SessionError {
                 "the session {} is open in another process; wait until it ends, or start a new one without --resume",
                 path.display()
             ),
-            SessionError::Refused(why) => f.write_str(why),
+            SessionError::Refused(why) | SessionError::Ambiguous(why) => f.write_str(why),
             SessionError::Corrupt { path, line, why } => write!(
                 f,
                 "the session {} is damaged in line {line}: {why}; cut the file before that line to go on from there, or \
@@ -107,6 +109,64 @@ pub fn path(dir: &Path, id: &str) -> Result<PathBuf, SessionError> {
         return Err(SessionError::InvalidId(id.to_owned()));
     }
     Ok(dir.join(format!("{id}.jsonl")))
+}
+
+/// The id of the session that `text` names: an id, or the beginning or the end of just one.
+pub fn find(dir: &Path, text: &str) -> Result<String, SessionError> {
+    let exact = path(dir, text)?;
+    let mut near: Vec<String> = ids(dir)?;
+    near.retain(|id| id.starts_with(text) || id.ends_with(text));
+    near.sort();
+    if near.iter().any(|id| id == text) || exact.exists() {
+        return Ok(text.to_owned());
+    }
+    match near.as_slice() {
+        [id] => Ok(id.clone()),
+        [] => Err(SessionError::NotFound(exact)),
+        [first, second, rest @ ..] => Err(SessionError::Ambiguous(format!(
+            "`{text}` fits {} sessions ({first}, {second}{}); give more of the id",
+            near.len(),
+            if rest.is_empty() { "" } else { ", …" }
+        ))),
+    }
+}
+
+/// The id of the newest session that works in the folder `cwd`, where there is one that can be read.
+pub fn latest(dir: &Path, cwd: &Path) -> Result<Option<String>, SessionError> {
+    let mut ids = ids(dir)?;
+    // By the time of the last event, not of the first: what was resumed is newer than what began since.
+    ids.sort_by_cached_key(|id| std::cmp::Reverse(path(dir, id).and_then(|path| modified(&path)).ok()));
+    let works_here = |id: &String| {
+        let log = path(dir, id).and_then(|path| read(&path)).ok()?;
+        let run = log.records.iter().rev().find_map(|record| match &record.event {
+            Event::Init { run, .. } | Event::Resumed { run } => Some(run),
+            _ => None,
+        });
+        run.filter(|run| Path::new(&run.cwd) == cwd).map(drop)
+    };
+    Ok(ids.into_iter().find(|id| works_here(id).is_some()))
+}
+
+fn modified(path: &Path) -> Result<SystemTime, SessionError> {
+    fs::metadata(path).and_then(|meta| meta.modified()).map_err(io_error(path, "look at"))
+}
+
+/// The names of the sessions' files, in no order.
+fn ids(dir: &Path) -> Result<Vec<String>, SessionError> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(io_error(dir, "list the folder of")(error)),
+    };
+    let mut ids = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(io_error(dir, "list the folder of"))?.path();
+        let id = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
+        if path.extension().is_some_and(|ext| ext == "jsonl") && id::is_valid(id) {
+            ids.push(id.to_owned());
+        }
+    }
+    Ok(ids)
 }
 
 /// What a file holds.
@@ -472,18 +532,9 @@ pub struct Summary {
 
 /// The sessions of the folder, oldest first. A file that cannot be read is listed with its problem.
 pub fn list(dir: &Path) -> Result<Vec<Summary>, SessionError> {
-    let entries = match fs::read_dir(dir) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(io_error(dir, "list the folder of")(error)),
-    };
     let mut summaries = Vec::new();
-    for entry in entries {
-        let path = entry.map_err(io_error(dir, "list the folder of"))?.path();
-        let id = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
-        if path.extension().is_some_and(|ext| ext == "jsonl") && id::is_valid(id) {
-            summaries.push(summarise(&path, id));
-        }
+    for id in ids(dir)? {
+        summaries.push(summarise(&path(dir, &id)?, &id));
     }
     summaries.sort_by(|a, b| a.id.cmp(&b.id));
     Ok(summaries)

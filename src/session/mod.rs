@@ -18,7 +18,7 @@ mod log;
 
 pub use event::{Event, FORMAT, Record, RunInfo};
 pub use id::{is_valid as is_valid_id, random_u64, utc};
-pub use log::{Log, Session, SessionError, Summary, list, path, read, remove, unanswered};
+pub use log::{Log, Session, SessionError, Summary, find, latest, list, path, read, remove, unanswered};
 
 #[cfg(test)]
 mod tests;

@@ -115,7 +115,7 @@ fn edit(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Stri
             lines.join(", ")
         ));
     }
-    let (changed, firsts) = file.replaced(&places, old.len(), &new);
+    let (changed, firsts) = file.replaced(&places, &old, &new);
     stop.check()?;
     files::replace(&path, changed.as_bytes(), Some(&before))?;
     context.files.note_edited(&path, files::fingerprint(changed.as_bytes()));
@@ -175,8 +175,11 @@ impl<'a> Lines<'a> {
         line_at(&self.text, at)
     }
 
-    /// The new content, and the positions in it where the replacements begin.
-    fn replaced(&self, places: &[usize], old_len: usize, new: &str) -> (String, Vec<usize>) {
+    /// The new content, and the positions in it where the replacements begin. What `old` and `new` share at their ends is not
+    /// written again, so that its lines keep the line ends they have.
+    fn replaced(&self, places: &[usize], old: &str, new: &str) -> (String, Vec<usize>) {
+        let (before, after) = shared_ends(old, new);
+        let middle = &new[before..new.len() - after];
         let mut changed = String::with_capacity(self.original.len() + new.len());
         let mut firsts = Vec::new();
         let mut copied = 0;
@@ -185,21 +188,30 @@ impl<'a> Lines<'a> {
             if at < free_from {
                 continue; // Overlaps the one before, which is gone.
             }
-            free_from = at + old_len;
-            let (start, end) = (self.back(at), self.back(free_from));
-            let region = &self.original[start..end];
+            free_from = at + old.len();
+            let region = &self.original[self.back(at)..self.back(free_from)];
             let crlf = if region.contains('\n') { region.contains("\r\n") } else { self.crlf };
+            let (start, end) = (self.back(at + before), self.back(free_from - after));
             changed.push_str(&self.original[copied..start]);
-            firsts.push(changed.len());
+            firsts.push(changed.len() - (start - self.back(at)));
             match crlf {
-                true => changed.push_str(&new.replace('\n', "\r\n")),
-                false => changed.push_str(new),
+                true => changed.push_str(&middle.replace('\n', "\r\n")),
+                false => changed.push_str(middle),
             }
             copied = end;
         }
         changed.push_str(&self.original[copied..]);
         (changed, firsts)
     }
+}
+
+/// The bytes of what both begin with, and of what both end with after that.
+fn shared_ends(old: &str, new: &str) -> (usize, usize) {
+    let shared = |(a, b): &(char, char)| a == b;
+    let before = old.chars().zip(new.chars()).take_while(shared).map(|(a, _)| a.len_utf8()).sum();
+    let (old, new) = (&old[before..], &new[before..]);
+    let after = old.chars().rev().zip(new.chars().rev()).take_while(shared).map(|(a, _)| a.len_utf8()).sum();
+    (before, after)
 }
 
 fn line_at(text: &str, at: usize) -> usize {

@@ -103,8 +103,12 @@ fn read(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Stri
                 let mut all = bytes.to_vec();
                 file.read_to_end(&mut all).map_err(fault)?;
                 hash.update(&all[bytes.len()..]);
-                lines.push(decode_utf16(&all).as_bytes());
+                let decoded = decode_utf16(&all);
+                lines.push(decoded.as_bytes());
                 notes.push("decoded from UTF-16");
+                if all.len() % 2 == 1 {
+                    notes.push("the last byte is half a character: U+FFFD stands for it");
+                }
                 break;
             }
             if bytes[..count.min(SNIFFED_BYTES)].contains(&0) {
@@ -188,8 +192,10 @@ fn decode_utf16(bytes: &[u8]) -> String {
         true => u16::from_le_bytes([pair[0], pair[1]]),
         false => u16::from_be_bytes([pair[0], pair[1]]),
     };
-    let units: Vec<u16> = bytes[2..].chunks_exact(2).map(unit).collect();
-    String::from_utf16_lossy(&units)
+    let pairs = bytes[2..].chunks_exact(2);
+    let torn = if pairs.remainder().is_empty() { "" } else { "\u{fffd}" };
+    let units: Vec<u16> = pairs.map(unit).collect();
+    String::from_utf16_lossy(&units) + torn
 }
 
 /// Counts all lines and keeps those wanted. A last line without a newline counts as a line.

@@ -121,7 +121,9 @@ async fn read_counts_and_numbers_lines() {
     ]);
     fs::write(place.path("latin1.txt"), b"caf\xe9\nok\n").unwrap();
     let utf16: Vec<u8> = "\u{feff}xin\nchào\n".encode_utf16().flat_map(u16::to_le_bytes).collect();
-    fs::write(place.path("utf16.txt"), utf16).unwrap();
+    fs::write(place.path("utf16.txt"), &utf16).unwrap();
+    fs::write(place.path("utf16-torn.txt"), &utf16[..5]).unwrap();
+    fs::write(place.path("utf16-half.txt"), &utf16[..3]).unwrap();
     let read = |path: &str| place.ok("Read", json!({"file_path": path}));
     for (path, expected) in [
         ("two.txt", "two.txt has 2 lines\n1\ta\n2\tb\n"),
@@ -138,6 +140,16 @@ async fn read_counts_and_numbers_lines() {
             "latin1.txt has 2 lines (not all UTF-8: U+FFFD stands for what is not)\n1\tcaf\u{fffd}\n2\tok\n",
         ),
         ("utf16.txt", "utf16.txt has 2 lines (decoded from UTF-16)\n1\txin\n2\tchào\n"),
+        (
+            "utf16-torn.txt",
+            "utf16-torn.txt has 1 line (decoded from UTF-16; the last byte is half a character: U+FFFD stands for it; no \
+             newline at the end of the last line)\n1\tx\u{fffd}\n",
+        ),
+        (
+            "utf16-half.txt",
+            "utf16-half.txt has 1 line (decoded from UTF-16; the last byte is half a character: U+FFFD stands for it; no \
+             newline at the end of the last line)\n1\t\u{fffd}\n",
+        ),
     ] {
         assert_eq!(read(path).await, expected);
     }
@@ -327,6 +339,10 @@ async fn edit_replaces_and_keeps_the_rest() {
         ("a\r\nb\nc\nd\n", "c", "x\ny", false, "a\r\nb\nx\ny\nd\n"),
         ("a\r\nb\nc\nd\n", "a\nb", "x\ny", false, "x\r\ny\nc\nd\n"),
         ("a\r\nb\r\n", "a\n", "", false, "b\r\n"),
+        // Lines that are only named to find the place keep their own.
+        ("a\r\nb\nc\r\nd\n", "a\nb\nc", "a\nx\nc", false, "a\r\nx\nc\r\nd\n"),
+        ("a\nb\r\nc\n", "a\nb\nc\n", "b\nc\n", false, "b\r\nc\n"),
+        ("a\r\nộ\nc\r\n", "ộ\nc", "ợ\nd\nc", false, "a\r\nợ\nd\nc\r\n"),
         ("\u{feff}a\nb\n", "a", "x", false, "\u{feff}x\nb\n"),
         ("\u{feff}a\r\nb\r\n", "a\nb", "x\nb", false, "\u{feff}x\r\nb\r\n"),
         ("Trời Hà Nội\n", "Hà Nội", "Huế", false, "Trời Huế\n"),

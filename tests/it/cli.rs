@@ -344,6 +344,40 @@ fn a_session_goes_on_with_its_folder_system_prompt_and_seed() {
     assert!(ran.err.contains("nothing left to do"), "{}", ran.err);
 }
 
+/// The newest of the folder, or a part of an id: what a person types.
+#[test]
+fn a_session_is_found_by_its_folder_and_by_a_part_of_its_id() {
+    let home = Home::new();
+    let say = |text: &str| home.script(json!([{"text": text}]));
+    let ids = || -> Vec<String> {
+        let list = home.ran(&["session", "list", "--json"]).json();
+        list.as_array().unwrap().iter().map(|session| session["id"].as_str().unwrap().to_owned()).collect()
+    };
+    let none = home.ran(&["run", "-m", &say("a"), "-c", "more"]);
+    assert!(none.code == Some(2) && none.err.contains("no session works in"), "{}", none.err);
+    home.ran(&["run", "-m", &say("a"), "one"]);
+    let [first] = ids().try_into().unwrap();
+    let mut elsewhere = home.cob(&["run", "-m", &say("a"), "two"]);
+    assert_eq!(elsewhere.current_dir(home.dir.path()).output().unwrap().status.code(), Some(0));
+    let second = ids().into_iter().find(|id| *id != first).unwrap();
+
+    let ran = home.ran(&["run", "-m", &say("b"), "-c", "--output-format", "json", "more"]);
+    assert_eq!(ran.json()["session_id"], json!(first), "the newest is of another folder");
+    let (_, end) = first.rsplit_once('-').unwrap();
+    let ran = home.ran(&["run", "-m", &say("c"), "-r", end, "--output-format", "json", "more"]);
+    assert_eq!(ran.json()["session_id"], json!(first));
+    assert_eq!(home.ran(&["session", "path", end]).out, home.ran(&["session", "path", &first]).out);
+
+    let both = home.ran(&["session", "show", &first[..8]]);
+    assert!(both.code == Some(2) && both.err.contains("fits 2 sessions"), "{}", both.err);
+    let neither = home.ran(&["session", "rm", "zzzzz"]);
+    assert!(neither.code == Some(2) && neither.err.contains("there is no session"), "{}", neither.err);
+    assert_eq!(home.ran(&["run", "-c", "-r", &second, "more"]).code, Some(2));
+    let (_, end) = second.rsplit_once('-').unwrap();
+    assert_eq!(home.ran(&["session", "rm", end]).out, format!("removed {second}\n"));
+    assert_eq!(ids(), [first]);
+}
+
 /// A run that is under way: its first line has been read.
 struct Live {
     child: Child,

@@ -14,7 +14,7 @@ fn engine(context_tokens: usize) -> Engine {
     let folder = tempfile::tempdir().unwrap();
     let path = write_gguf(&folder.path().join("tiny.gguf"), &SMALL, 11, GgmlDType::Q8_0);
     let model = Model::open(&path, Backend::cpu(), KvType::F16).unwrap();
-    Engine::start(model, Settings { context_tokens, cache_bytes: 64 << 20 })
+    Engine::start(model, Settings { context_tokens, cache_bytes: 64 << 20 }).unwrap()
 }
 
 fn request(prompt: Vec<u32>, mask: impl Mask + 'static) -> Request {

@@ -62,6 +62,12 @@ fn a_models_life_through_the_commands() {
     std::fs::write(&path, b"GGUF").unwrap();
     let (code, out, _) = run(&home, ModelCommand::Verify { id: Some(id()) }, false);
     assert!(code == 1 && out.contains("WRONG"), "{out}");
+    // A file that is too short is not one to pass over when all are checked.
+    let mut known = Home::new(None, vec![tiny(Some(&sha256(&bytes)))]);
+    known.manifests[0].files[0].bytes = Some(bytes.len() as u64);
+    known.settings.folders = home.settings.folders.clone();
+    let (code, out, _) = run(&known, ModelCommand::Verify { id: None }, false);
+    assert!(code == 1 && out.contains("WRONG"), "{out}");
     let (code, removed) = json(ModelCommand::Rm { id: id() });
     assert_eq!((code, removed["removed"].as_array().unwrap().len()), (0, 2));
     let (code, _, err) = run(&home, ModelCommand::Rm { id: id() }, false);
