@@ -13,7 +13,7 @@ use crate::chat::LanguageModel;
 use crate::message::{ReminderAt, StopReason, ToolCall, ToolResult};
 use crate::permission::Settled;
 use crate::session::Event;
-use crate::tools::{Tool, ToolContext, ToolOutput};
+use crate::tools::{Gap, Tool, ToolContext, ToolOutput};
 
 /// How long a tool that was told to stop may take to end by itself, before it is dropped.
 /// `Bash` needs this much to end its children politely, then otherwise, and to collect what they wrote.
@@ -225,11 +225,12 @@ impl Run<'_, '_> {
 
     fn log_result(&mut self, call: &ToolCall, done: Done, reminder: Option<String>) -> Result<(), End> {
         let Done { outcome, output, duration } = done;
-        let (text, cut) =
-            bound(&output.text, self.agent.settings.result_tokens_max, |text| self.agent.model.count_tokens(text));
+        let (tokens_max, gap) = (self.agent.settings.result_tokens_max, output.gap.as_ref());
+        let (text, cut) = bound(&output.text, gap, tokens_max, |text| self.agent.model.count_tokens(text));
         if let Some(tokens) = cut {
+            let more = if gap.is_some() { "more than " } else { "" };
             self.note(format!(
-                "the result of {} ({}) had {tokens} tokens; its middle was cut to keep {}",
+                "the result of {} ({}) had {more}{tokens} tokens; its middle was cut to keep {}",
                 call.name, call.id, self.agent.settings.result_tokens_max
             ))?;
         }
@@ -321,9 +322,9 @@ fn panicked(name: &str, text: &str) -> String {
     format!("error: {name} has a fault and broke off ({text}). Try other arguments, or go on without it.")
 }
 
-/// Keeps the head and the tail of a text with more than `tokens_max` tokens, and says in between what was cut. The
-/// number is that of the whole text, where it was cut.
-fn bound(text: &str, tokens_max: usize, count: impl Fn(&str) -> usize) -> (String, Option<usize>) {
+/// Keeps the head and the tail of a text with more than `tokens_max` tokens, and says in between what was cut, the `gap`
+/// that was there before included. The number is that of the whole text, where it was cut.
+fn bound(text: &str, gap: Option<&Gap>, tokens_max: usize, count: impl Fn(&str) -> usize) -> (String, Option<usize>) {
     // A token has at least one byte.
     if text.len() <= tokens_max {
         return (text.to_owned(), None);
@@ -333,14 +334,16 @@ fn bound(text: &str, tokens_max: usize, count: impl Fn(&str) -> usize) -> (Strin
         return (text.to_owned(), None);
     }
     let keep = |share: usize| tokens_max.saturating_mul(share) / 3;
-    let head = &text[..longest(text, |end| count(&text[..end]) <= keep(2))];
-    let tail_bytes = longest_tail(text, |start| count(&text[start..]) <= keep(1));
-    let tail = &text[tail_bytes.max(head.len())..];
-    let cut = text.len() - head.len() - tail.len();
-    (
-        format!("{head}\n[… {cut} bytes of the middle are cut here: of {tokens} tokens {tokens_max} fit …]\n{tail}"),
-        Some(tokens),
-    )
+    let (before, after, gone) = match gap {
+        Some(Gap { at, bytes }) => (&text[..at.start], &text[at.end..], *bytes),
+        None => (text, text, 0),
+    };
+    let head = &before[..longest(before, |end| count(&before[..end]) <= keep(2))];
+    let start = longest_tail(after, |start| count(&after[start..]) <= keep(1));
+    let tail = &after[if gap.is_some() { start } else { start.max(head.len()) }..];
+    let there = gap.map_or(text.len(), |gap| text.len() - gap.at.len());
+    let cut = gone + (there - head.len() - tail.len()) as u64;
+    (format!("{head}\n[… {cut} bytes of the middle are cut here: {tokens_max} tokens fit …]\n{tail}"), Some(tokens))
 }
 
 /// The largest character boundary for which `fits` holds, where it holds for all smaller ones.
@@ -386,7 +389,7 @@ mod tests {
             "漢字漢字漢字漢字漢字漢字",
         ] {
             for tokens_max in 0..40 {
-                let (bounded, cut) = bound(text, tokens_max, count);
+                let (bounded, cut) = bound(text, None, tokens_max, count);
                 let Some(tokens) = cut else {
                     assert_eq!(bounded, text);
                     assert!(count(text) <= tokens_max || text.len() <= tokens_max, "{text} {tokens_max}");
@@ -400,5 +403,16 @@ mod tests {
                 assert!(count(head) + count(tail) + 6 > tokens_max.saturating_sub(3), "{tokens_max}: {bounded}");
             }
         }
+    }
+
+    /// What a tool had left out before is counted with what is left out now.
+    #[test]
+    fn a_gap_grows() {
+        let text = "aaaaaaaaaa[gap]bbbbbbbbbb";
+        let gap = Gap { at: 10..15, bytes: 1000 };
+        let count = |text: &str| text.len();
+        assert_eq!(bound(text, Some(&gap), 25, count), (text.to_owned(), None));
+        let cut = "aaaaaaaa\n[… 1008 bytes of the middle are cut here: 12 tokens fit …]\nbbbb";
+        assert_eq!(bound(text, Some(&gap), 12, count), (cut.to_owned(), Some(25)));
     }
 }

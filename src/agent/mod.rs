@@ -31,6 +31,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 pub use prompt::{instruct, shows_routing};
+pub use run::NOTHING_LEFT;
 pub use stop::Stop;
 pub use toolbox::Toolbox;
 

@@ -16,6 +16,9 @@ use crate::session::{Event, Session, SessionError};
 /// How long a completion that was told to stop may take to end by itself.
 const COMPLETION_GRACE: Duration = Duration::from_millis(500);
 
+/// Why a session does not go on without a task.
+pub const NOTHING_LEFT: &str = "the session has nothing left to do; give it a task";
+
 /// Why a task ends without an answer.
 pub(super) struct End {
     pub reason: StopReason,
@@ -104,7 +107,7 @@ impl<'a, 'o> Run<'a, 'o> {
         match task {
             Some(text) => self.log(Event::User { text: text.to_owned() }),
             None if self.session.is_unfinished() => Ok(()),
-            None => Err(End::new(StopReason::Refused, "the session has nothing left to do; give it a task")),
+            None => Err(End::new(StopReason::Refused, NOTHING_LEFT)),
         }
     }
 

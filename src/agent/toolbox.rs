@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
+use crate::chat::grammar;
 use crate::message::ToolSpec;
 use crate::tools::Tool;
 
@@ -23,7 +24,7 @@ pub(super) struct Entry {
 }
 
 impl Toolbox {
-    /// The strings name each tool that is left out, and why: a name that is taken, a schema that cannot be checked.
+    /// The strings name each tool that is left out, and why: a name that is taken, a schema that calls cannot be held to.
     pub fn new(tools: Vec<Arc<dyn Tool>>) -> (Toolbox, Vec<String>) {
         let mut toolbox = Toolbox::default();
         let mut left_out = Vec::new();
@@ -33,14 +34,16 @@ impl Toolbox {
                 left_out.push(format!("the tool `{}` is left out: there is another one of that name", spec.name));
                 continue;
             }
-            match jsonschema::options().should_validate_formats(true).build(&spec.parameters) {
+            let validator = grammar::check(&spec).and_then(|()| {
+                let built = jsonschema::options().should_validate_formats(true).build(&spec.parameters);
+                built.map_err(|error| format!("its schema cannot be used: {error}"))
+            });
+            match validator {
                 Ok(validator) => {
                     toolbox.specs.push(spec);
                     toolbox.entries.push(Entry { tool, validator });
                 }
-                Err(error) => {
-                    left_out.push(format!("the tool `{}` is left out: its schema cannot be used: {error}", spec.name));
-                }
+                Err(why) => left_out.push(format!("the tool `{}` is left out: {why}", spec.name)),
             }
         }
         (toolbox, left_out)

@@ -1,19 +1,18 @@
 //! Finds calls that the model writes in a foreign form: bare JSON, a fence, `<tools>`, a function-style call.
 //!
 //! A call is an opener, then the complete name of an offered tool, then `arguments` or `parameters` (or, function-style,
-//! an opening parenthesis). Openers stand at the start of a line only, so that text which quotes the syntax within a
-//! sentence is left alone:
+//! an opening parenthesis). Openers are:
 //!
 //! * a JSON object or list: `{"name": "X", "arguments"`, `{"type": "function", "function": {"name": …`,
 //!   `[{"name": …`, `{"tool": "X", …`, `{"tool_calls": [{…`, in any order of these keys, either kind of quote;
 //!   with doubled braces too;
 //! * XML: `<name>X</name> <arguments>`, after such a tag or without one;
 //! * a tag spelled from ordinary characters, such as `<tool_call>`, `<tools>`, `<function_call>`, `<|tool_call|>`;
-//! * the name itself followed directly by `(`;
+//! * the name itself followed directly by `(`, at the start of a line only: a sentence can say `use Read(path)`;
 //! * a fence (three backticks, any word after them) with one of these first in it.
 //!
-//! An object with any other key, an unknown name, or code in a fence is an answer. What lies inside it is not looked at
-//! again, so an answer that holds a call somewhere within stays an answer too.
+//! An object with any other key, an unknown name, code in a fence or between backticks is an answer. What lies inside it is not
+//! looked at again, so an answer that holds a call somewhere within stays an answer too.
 
 use std::sync::Arc;
 
@@ -30,8 +29,8 @@ pub enum Scan {
 
 /// The first call in `text`, or whether its end could become one. `tools` are the offered names.
 ///
-/// `start` is where the opener's line begins: a fence and its indentation belong to the call. If nothing but white space
-/// stands before it, `start` is 0.
+/// `start` is where the opener begins, or where its line does if only white space stands between: a fence and its indentation
+/// belong to the call. If nothing but white space stands before it at all, `start` is 0.
 pub fn scan(text: &str, tools: &[&str]) -> Scan {
     Scanner::new(tools.iter().map(|&t| t.to_owned()).collect()).scan(text)
 }
@@ -54,8 +53,11 @@ enum Mode {
     InLine,
     /// Inside a fence whose content is no call; `at` is after its backticks or at the start of a line.
     Fence,
-    /// Inside a JSON value that is no call.
+    /// Between backticks in a line.
+    Code,
+    /// Inside a JSON value that is no call. One that began within a line is over with the line.
     Value {
+        within_line: bool,
         depth: usize,
         quoted: bool,
         escaped: bool,
@@ -89,14 +91,50 @@ impl Scanner {
     pub fn scan(&mut self, text: &str) -> Scan {
         loop {
             match &mut self.mode {
-                Mode::InLine => match text[self.at..].find('\n') {
+                Mode::InLine => {
+                    let Some(i) = text[self.at..].find(['\n', '{', '[', '<', '`']) else {
+                        self.at = text.len();
+                        return Scan::Clear;
+                    };
+                    let before = text[..self.at + i].chars().next_back();
+                    self.at += i;
+                    let start = self.at;
+                    let first = text.as_bytes()[start];
+                    if first == b'\n' {
+                        self.at += 1;
+                        self.mode = Mode::LineStart;
+                        continue;
+                    }
+                    if before.is_some_and(|c| c.is_alphanumeric() || "_\"'\\([{".contains(c)) && first != b'`' {
+                        self.at += 1; // an index, a type, a quotation
+                        continue;
+                    }
+                    let mut cursor = Cursor { text, at: start, tools: &self.tools };
+                    match cursor.opener(0) {
+                        Ok(name) => return Scan::Call { start, name },
+                        Err(Stop::More) => return Scan::Pending { start },
+                        Err(Stop::No) => match first {
+                            b'`' => {
+                                self.at += text[start..].bytes().take(3).take_while(|&b| b == b'`').count();
+                                self.mode = if self.at - start < 3 { Mode::Code } else { Mode::InLine };
+                            }
+                            b'<' => self.at += 1,
+                            _ => {
+                                self.mode = Mode::Value { within_line: true, depth: 0, quoted: false, escaped: false };
+                            }
+                        },
+                    }
+                }
+                Mode::Code => match text[self.at..].find(['\n', '`']) {
                     None => {
                         self.at = text.len();
                         return Scan::Clear;
                     }
                     Some(i) => {
-                        self.at += i + 1;
-                        self.mode = Mode::LineStart;
+                        self.at += i;
+                        let ends = text.as_bytes()[self.at] == b'`';
+                        self.at += usize::from(ends);
+                        self.mode = Mode::InLine;
                     }
                 },
                 Mode::Fence => {
@@ -104,6 +142,7 @@ impl Scanner {
                     let line_end = text[self.at..].find('\n').map(|i| self.at + i);
                     let line = &text[self.at..line_end.unwrap_or(text.len())];
                     if line.trim_start().starts_with("```") {
+                        self.at += line.len() - line.trim_start().len() + 3;
                         self.mode = Mode::InLine;
                         continue;
                     }
@@ -112,9 +151,13 @@ impl Scanner {
                         Some(end) => self.at = end + 1,
                     }
                 }
-                Mode::Value { depth, quoted, escaped } => {
+                Mode::Value { within_line, depth, quoted, escaped } => {
                     let mut closed = false;
                     for &byte in &text.as_bytes()[self.at..] {
+                        if byte == b'\n' && *within_line {
+                            closed = true;
+                            break;
+                        }
                         self.at += 1;
                         match byte {
                             _ if *escaped => *escaped = false,
@@ -157,7 +200,7 @@ impl Scanner {
                                 self.at += 3;
                                 Mode::Fence
                             } else if rest.starts_with(['{', '[']) {
-                                Mode::Value { depth: 0, quoted: false, escaped: false }
+                                Mode::Value { within_line: false, depth: 0, quoted: false, escaped: false }
                             } else {
                                 Mode::InLine
                             };
@@ -330,7 +373,7 @@ impl<'a> Cursor<'a> {
     fn object(&mut self, depth: usize) -> Result<String, Stop> {
         self.expect(b'{')?;
         // Doubled braces, as in a Python format string: the 1.5B Coder writes most of its calls so.
-        if self.peek()? == b'{' {
+        if self.rest().starts_with('{') {
             return if depth > 4 { Err(Stop::No) } else { self.object(depth + 1) };
         }
         let mut name: Option<String> = None;
@@ -570,6 +613,14 @@ mod tests {
         call("\n\n  {\"name\": \"Read\", \"arguments\": {}}", 0, "Read");
         call("I will look.\n\n```json\n{\"name\": \"Read\", \"arguments\": {}}\n```", 14, "Read");
         call("Được.\n  Read(\"a\")", "Được.\n".len(), "Read");
+        // Within a line.
+        call(r#"Sure: {"name": "Read", "arguments": {}}"#, 6, "Read");
+        call(r#"I use [{"name": "Read", "arguments": {}}]."#, 6, "Read");
+        call("- <tool_call>{\"name\": \"Read\", \"arguments\": {}}", 2, "Read");
+        call("Here: ```json\n{\"name\": \"Read\", \"arguments\": {}}\n```", 6, "Read");
+        call("`a` {} [b] {\"name\": \"Read\", \"arguments\": {}}", 11, "Read");
+        call("fn main() {\n{\"name\": \"Read\", \"arguments\": {}}", 12, "Read");
+        call("Xem <b>đây</b>: {\"name\": \"Read\", \"arguments\": {}}", "Xem <b>đây</b>: ".len(), "Read");
         // After an answer that was none.
         call("{\"a\": 1}\nRead(1)", 9, "Read");
         call("```py\nx = 1\n```\nRead(1)", 16, "Read");
@@ -591,7 +642,12 @@ mod tests {
             "```json\n{\"name\": \"Alice\"}\n```",
             "```python\nimport os\nRead(1)\n```",
             "```rust\nfn main() {\n    Read(1);\n}\n```\nDone.",
-            r#"To call it, write {"name": "Read", "arguments": {}} on a line."#,
+            r#"To call it, write `{"name": "Read", "arguments": {}}` on a line."#,
+            r#"`a {"name": "Read", "arguments": {}}`"#,
+            r#"It prints "{"name": "Read", "arguments": {}}"."#,
+            r#"x = {"result": {"name": "Read", "arguments": {}}}"#,
+            r#"see [1] and map[{"name": "Read", "arguments": {}}]"#,
+            "if a < b and <b>c</b> { x",
             "Use Read(path) for that.",
             "Read the file (it is short).",
             "Reading(1)",
@@ -627,6 +683,9 @@ mod tests {
             ("Rea", 0),
             ("Read", 0),
             ("Hi.\n  Read", 4),
+            ("Hi {", 3),
+            ("a <too", 2),
+            ("so: {\"name\": \"Re", 4),
             ("Hi.\n{\"arguments\": {\"name\": \"x\"", 4),
         ] {
             check(text, Scan::Pending { start });

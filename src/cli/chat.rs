@@ -63,7 +63,8 @@ enum Line {
 fn talk(args: &ChatArgs, runtime: &Runtime, interrupts: &Interrupts) -> Result<u8, Fault> {
     let terminal = std::io::stdin().is_terminal() && std::io::stderr().is_terminal();
     let approver: Arc<dyn Approver> = if terminal { Arc::new(approve::Terminal) } else { Arc::new(Headless) };
-    let options = Options { model: &args.model, sampling: &args.sampling, agent: &args.agent, quiet: args.quiet };
+    let options =
+        Options { model: &args.model, sampling: &args.sampling, agent: &args.agent, quiet: args.quiet, no_task: false };
     let stop = interrupts.begin();
     let Prepared { agent, mut session, said, .. } = prepare(&options, approver, runtime, &stop)?;
     interrupts.end();

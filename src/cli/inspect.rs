@@ -9,8 +9,9 @@ use serde_json::json;
 
 use super::args::ModelOptions;
 use super::setup::{self, Fault};
-use super::{pretty, show, tool_file};
-use crate::agent::{Stop, instruct};
+use super::{complain, pretty, show, tool_file};
+use crate::agent::{Stop, Toolbox, instruct};
+use crate::chat::grammar;
 use crate::chat::template::Prompt;
 use crate::context;
 use crate::hub::Folders;
@@ -35,7 +36,7 @@ pub struct RenderArgs {
     /// The task; `-` reads it from standard input
     #[arg(required_unless_present = "session")]
     task: Option<String>,
-    /// The conversation of a session; a task follows it
+    /// The conversation of a session, by its id or a part of it; a task follows it
     #[arg(long, value_name = "ID")]
     session: Option<String>,
     /// The system prompt [default: cob's own with tools, the model's without]
@@ -88,6 +89,18 @@ fn count_tools(args: &ToolsArgs) -> Result<String, Fault> {
         Some(file) => tool_file::read(file).map_err(Fault::usage)?,
         None => Tools::builtin(None).map_err(Fault::usage)?.specs(),
     };
+    // Copies of a tool can be counted; a run takes each name once.
+    if let Some((number, name)) = tool_file::twice(&specs) {
+        complain(&format!(
+            "tool {number}: there is a tool `{name}` before it; it is counted, but a run refuses the file"
+        ));
+    }
+    let (specs, left_out): (Vec<ToolSpec>, Vec<ToolSpec>) =
+        specs.into_iter().partition(|spec| grammar::check(spec).is_ok());
+    for spec in &left_out {
+        let why = grammar::check(spec).err().unwrap_or_default();
+        complain(&format!("the tool `{}` is left out here and in a run: {why}", spec.name));
+    }
     let (template, _) = setup::load_template(&args.model, &Stop::new())?;
     let fault = |error: crate::chat::template::TemplateError| Fault::failed(error.to_string());
     let header = if specs.is_empty() { 0 } else { template.header_tokens().map_err(fault)? };
@@ -165,7 +178,8 @@ fn sizes(prompt: &Prompt) -> String {
 
 /// The messages of a session, and the tools that it offers.
 fn of_session(id: &str) -> Result<(Vec<Message>, Option<Vec<ToolSpec>>), Fault> {
-    let log = session::read(&session::path(&Folders::from_env()?.sessions, id)?)?;
+    let dir = Folders::from_env()?.sessions;
+    let log = session::read(&session::path(&dir, &session::find(&dir, id)?)?)?;
     let tools = log.records.iter().rev().find_map(|record| match &record.event {
         Event::Init { run, .. } | Event::Resumed { run } => Some(run.tools.clone()),
         _ => None,
@@ -174,8 +188,9 @@ fn of_session(id: &str) -> Result<(Vec<Message>, Option<Vec<ToolSpec>>), Fault> 
 }
 
 fn offered(args: &RenderArgs) -> Result<Vec<ToolSpec>, Fault> {
-    let tools = setup::tools(args.tools.as_deref(), args.tool_file.as_deref())?;
-    Ok(tools.iter().map(|tool| tool.spec().clone()).collect())
+    let (toolbox, left_out) = Toolbox::new(setup::tools(args.tools.as_deref(), args.tool_file.as_deref())?);
+    left_out.iter().for_each(|why| complain(why));
+    Ok(toolbox.specs().to_vec())
 }
 
 fn tokens(args: &TokenizeArgs) -> Result<String, Fault> {

@@ -1,4 +1,4 @@
-//! Ctrl-C, SIGTERM and SIGHUP, for commands that run an agent: the first stops the task, a second one ends the process.
+//! Ctrl-C, SIGTERM, SIGQUIT and SIGHUP, for commands that run an agent: the first stops the task, a second one ends the process.
 
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;

@@ -66,7 +66,13 @@ fn watched(args: &RunArgs, front: &mut Front, runtime: &Runtime, stop: &Stop) ->
 
 fn attempt(args: &RunArgs, front: &mut Front, runtime: &Runtime, stop: &Stop) -> Result<u8, Fault> {
     let task = task(args, runtime, stop)?;
-    let options = Options { model: &args.model, sampling: &args.sampling, agent: &args.agent, quiet: args.quiet };
+    let options = Options {
+        model: &args.model,
+        sampling: &args.sampling,
+        agent: &args.agent,
+        quiet: args.quiet,
+        no_task: task.is_none(),
+    };
     let Prepared { agent, mut session, resumed, said } = prepare(&options, approver(args), runtime, stop)?;
     front.init(Some((session.id(), session.run())), resumed, args.agent.permission_mode);
     for text in said {

@@ -37,12 +37,16 @@ struct Call {
 }
 
 /// `Err` names the file and its fault.
-pub fn load(path: &Path) -> Result<Arc<dyn LanguageModel>, String> {
+pub fn load(path: &Path, context_tokens: Option<usize>) -> Result<Arc<dyn LanguageModel>, String> {
     let fault = |why: String| format!("the script {}: {why}", path.display());
     let text = std::fs::read_to_string(path).map_err(|error| fault(format!("it cannot be read: {error}")))?;
     let lines: Vec<Line> = serde_json::from_str(&text).map_err(|error| fault(error.to_string()))?;
     let mut lines = lines.into_iter();
-    Ok(Arc::new(Scripted::from_fn(move |_| lines.next().map(reply))))
+    let model = Scripted::from_fn(move |_| lines.next().map(reply));
+    Ok(Arc::new(match context_tokens {
+        Some(tokens) => model.with_context_tokens(tokens),
+        None => model,
+    }))
 }
 
 fn reply(line: Line) -> Reply {

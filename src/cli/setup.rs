@@ -12,7 +12,7 @@ use super::args::Device;
 use super::args::{AgentOptions, ModelOptions, SamplingOptions};
 use super::progress::Progress;
 use super::{model as model_command, scripted, tool_file};
-use crate::agent::{Agent, Settings, Stop, Toolbox, instruct, shows_routing};
+use crate::agent::{Agent, NOTHING_LEFT, Settings, Stop, Toolbox, instruct, shows_routing};
 use crate::chat::LanguageModel;
 use crate::chat::qwen::{self, ChatFormat, Qwen};
 use crate::chat::template::Template;
@@ -96,6 +96,8 @@ pub struct Options<'a> {
     pub agent: &'a AgentOptions,
     /// Whether the download of a model may be shown.
     pub quiet: bool,
+    /// Whether there is no task, so that a session must have something left to do.
+    pub no_task: bool,
 }
 
 /// Checks the flags, opens or creates the session, loads the model. What is cheap to refuse is refused first.
@@ -110,6 +112,9 @@ pub fn prepare(
     let (reopened, mut said) = match resumed_id(flags, &sessions)? {
         Some(id) => {
             let (session, said) = Session::open(&sessions, &id)?;
+            if options.no_task && !session.is_unfinished() {
+                return Err(Fault::refused(NOTHING_LEFT.to_owned()));
+            }
             (Some(session), said)
         }
         None => (None, Vec::new()),
@@ -208,7 +213,12 @@ pub fn tools(names: Option<&str>, file: Option<&Path>) -> Result<Vec<Arc<dyn Too
     let builtin = Tools::builtin(names.as_deref()).map_err(|why| Fault::usage(format!("--tools: {why}")))?;
     let mut tools: Vec<Arc<dyn Tool>> = builtin.iter().cloned().collect();
     if let Some(file) = file {
-        for spec in tool_file::read(file).map_err(Fault::usage)? {
+        let specs = tool_file::read(file).map_err(Fault::usage)?;
+        if let Some((number, name)) = tool_file::twice(&specs) {
+            let why = format!("the tool file {}: tool {number}: there is a tool `{name}` before it", file.display());
+            return Err(Fault::usage(why));
+        }
+        for spec in specs {
             tools.push(Arc::new(tool_file::Offered(spec)));
         }
     }
@@ -313,7 +323,7 @@ pub struct Loaded {
 /// Finds, if need be fetches, and loads the model.
 pub fn load_model(options: &ModelOptions, quiet: bool, runtime: &Runtime, stop: &Stop) -> Result<Loaded, Fault> {
     if let Some(script) = named(options).and_then(|name| name.strip_prefix("scripted:").map(PathBuf::from)) {
-        let model = scripted::load(&script).map_err(Fault::usage)?;
+        let model = scripted::load(&script, options.context_tokens).map_err(Fault::usage)?;
         return Ok(Loaded { model, habits: Habits::default(), said: Vec::new() });
     }
     let found = find_model(options, quiet, stop)?;

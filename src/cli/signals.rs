@@ -39,7 +39,7 @@ impl Signals {
         signals
     }
 
-    /// 130 after Ctrl-C, 143 after SIGTERM and SIGHUP; 130 when the cancellation came from elsewhere.
+    /// 130 after Ctrl-C, 143 after SIGTERM, SIGQUIT and SIGHUP; 130 when the cancellation came from elsewhere.
     pub fn exit_code(&self) -> u8 {
         match self.code.load(Ordering::SeqCst) {
             0 => 130,
@@ -48,11 +48,12 @@ impl Signals {
     }
 }
 
-/// Hears Ctrl-C, SIGTERM, and SIGHUP (the terminal was closed), which means the same as SIGTERM.
+/// Hears Ctrl-C, SIGTERM, and what means the same as that: SIGQUIT (Ctrl-\\) and SIGHUP (the terminal was closed).
 #[cfg(unix)]
 pub(super) struct Listener {
     interrupt: tokio::signal::unix::Signal,
     terminate: tokio::signal::unix::Signal,
+    quit: tokio::signal::unix::Signal,
     /// None where whoever started us had it ignored (`nohup`): then we go on without a terminal.
     hangup: Option<tokio::signal::unix::Signal>,
 }
@@ -65,6 +66,7 @@ impl Listener {
         Some(Listener {
             interrupt: signal(SignalKind::interrupt()).ok()?,
             terminate: signal(SignalKind::terminate()).ok()?,
+            quit: signal(SignalKind::quit()).ok()?,
             hangup: if hangup_is_ignored() { None } else { Some(signal(SignalKind::hangup()).ok()?) },
         })
     }
@@ -79,6 +81,7 @@ impl Listener {
         tokio::select! {
             _ = self.interrupt.recv() => StopReason::Interrupted,
             _ = self.terminate.recv() => StopReason::Terminated,
+            _ = self.quit.recv() => StopReason::Terminated,
             _ = hung_up => StopReason::Terminated,
         }
     }

@@ -9,13 +9,15 @@ use crate::message::ToolSpec;
 use crate::permission::Access;
 use crate::tools::{Tool, ToolContext, ToolOutput};
 
-/// Reads the tools of a file: a list of tools, one tool, or an object with a list `tools`. Each has OpenAI's shape
+/// Reads the tools of a file: a list of tools, one tool, an object with a list `tools`, or an MCP server's whole answer
+/// (`{"result": {"tools": […]}}`). Names need not be unique. Each tool has OpenAI's shape
 /// (`{"type":"function","function":{name,description,parameters}}`), the bare one (`{name,description,parameters}`), or MCP's
 /// (`{name,description,inputSchema}`). `Err` names the file, the place and the fault.
 pub fn read(path: &Path) -> Result<Vec<ToolSpec>, String> {
     let fault = |why: String| format!("the tool file {}: {why}", path.display());
     let text = std::fs::read_to_string(path).map_err(|error| fault(format!("it cannot be read: {error}")))?;
-    let value: Value = serde_json::from_str(&text).map_err(|error| fault(format!("it is not JSON: {error}")))?;
+    let text = text.trim_start_matches('\u{feff}');
+    let value: Value = serde_json::from_str(text).map_err(|error| fault(format!("it is not JSON: {error}")))?;
     parse(&value).map_err(fault)
 }
 
@@ -25,20 +27,21 @@ fn parse(value: &Value) -> Result<Vec<ToolSpec>, String> {
         Value::Object(object) => match object.get("tools") {
             Some(Value::Array(tools)) => tools.as_slice(),
             Some(_) => return Err("`tools` is not a list".into()),
+            None if object.get("result").is_some_and(|result| result.get("tools").is_some()) => {
+                return parse(&object["result"]);
+            }
             None => std::slice::from_ref(value),
         },
         _ => return Err("it holds neither a list of tools nor an object".into()),
     };
     let numbered = tools.iter().enumerate();
-    let specs: Vec<ToolSpec> = numbered
-        .map(|(at, tool)| one(tool).map_err(|why| format!("tool {}: {why}", at + 1)))
-        .collect::<Result<_, _>>()?;
-    for (at, spec) in specs.iter().enumerate() {
-        if specs[..at].iter().any(|before| before.name == spec.name) {
-            return Err(format!("tool {}: there is a tool `{}` before it", at + 1, spec.name));
-        }
-    }
-    Ok(specs)
+    numbered.map(|(at, tool)| one(tool).map_err(|why| format!("tool {}: {why}", at + 1))).collect()
+}
+
+/// The first tool, counted from 1, whose name another one before it has.
+pub fn twice(specs: &[ToolSpec]) -> Option<(usize, &str)> {
+    let before = |at: usize, name: &str| specs[..at].iter().any(|before| before.name == name);
+    specs.iter().enumerate().find(|(at, spec)| before(*at, &spec.name)).map(|(at, spec)| (at + 1, spec.name.as_str()))
 }
 
 fn one(tool: &Value) -> Result<ToolSpec, String> {
@@ -97,12 +100,16 @@ mod tests {
         let bare = json!({"name": "f", "description": "d", "parameters": schema});
         let mcp = json!({"name": "f", "description": "d", "inputSchema": schema});
         let expected = ToolSpec { name: "f".into(), description: "d".into(), parameters: schema };
-        for value in [json!([openai]), openai, json!([bare]), bare, json!({"tools": [mcp]}), json!([mcp]), mcp] {
+        let answer = json!({"jsonrpc": "2.0", "id": 1, "result": {"tools": [mcp]}});
+        for value in [json!([openai]), openai, json!([bare]), bare, json!({"tools": [mcp]}), answer, json!([mcp]), mcp]
+        {
             assert_eq!(parse(&value), Ok(vec![expected.clone()]), "{value}");
         }
         let empty = json!({"type": "object", "properties": {}});
         assert_eq!(parse(&json!([{"name": "g"}])).unwrap()[0].parameters, empty);
         assert_eq!(parse(&json!([])), Ok(vec![]));
+        let same = parse(&json!([{"name": "g"}, {"name": "f"}, {"name": "f"}])).unwrap();
+        assert_eq!((twice(&same), twice(&same[..2])), (Some((3, "f")), None));
     }
 
     #[test]
@@ -111,7 +118,6 @@ mod tests {
         check(json!("x"), "it holds neither a list of tools nor an object");
         check(json!({"tools": 1}), "`tools` is not a list");
         check(json!([{"name": "f"}, {}]), "tool 2: it has no `name`");
-        check(json!([{"name": "f"}, {"name": "f"}]), "tool 2: there is a tool `f` before it");
         check(json!([{"name": "f", "description": 1}]), "tool 1: the `description` of `f` is not a text");
         check(json!([{"name": "f", "parameters": []}]), "tool 1: the parameters of `f` are not a JSON Schema object");
     }

@@ -253,6 +253,11 @@ pub(super) fn remove(hub: &Hub, manifest: &Manifest) -> Result<(Vec<PathBuf>, u6
     targets.push(record_path(&path));
     targets.push(staging(folders, manifest));
     targets.retain(|target| target.symlink_metadata().is_ok());
+    // What a pull that got nothing left is nothing to speak of.
+    if targets == [staging(folders, manifest)] && bytes_below(&targets[0]) == 0 {
+        let _ = std::fs::remove_dir_all(&targets[0]);
+        targets.clear();
+    }
     if targets.is_empty() {
         return Err(hub.not_installed(&manifest.id));
     }

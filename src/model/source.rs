@@ -88,6 +88,13 @@ impl Name {
     }
 }
 
+/// What `config.json` of a folder says.
+fn folder_config(folder: &Path) -> Result<Config, String> {
+    let path = folder.join("config.json");
+    let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    Config::from_json(&text).map_err(|why| format!("{}: {why}", folder.display()))
+}
+
 impl Source {
     /// Opens a GGUF file, or a folder with `config.json` and one or more `*.safetensors`. Reads headers only.
     pub fn open(path: &Path) -> Result<Self, String> {
@@ -104,6 +111,8 @@ impl Source {
         if files.is_empty() {
             return Err(fail("there is no *.safetensors in this folder".into()));
         }
+        // What cannot be run is named before what cannot be read.
+        folder_config(path)?;
         // SAFETY: as for a mapped GGUF file.
         let files = unsafe { MmapedSafetensors::multi(&files) };
         let files = files.map_err(|e| format!("bad safetensors: {}", candle_error(&e)))?;
@@ -114,9 +123,7 @@ impl Source {
         match self {
             Source::Gguf(file) => Config::from_gguf(file),
             Source::Safetensors { folder, .. } => {
-                let path = folder.join("config.json");
-                let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-                let config = Config::from_json(&text).map_err(|why| format!("{}: {why}", folder.display()))?;
+                let config = folder_config(folder)?;
                 if !config.tied && !self.has(Name::Output) {
                     let why = missing(folder, &self.name(Name::Output));
                     return Err(format!("{why} (config.json: tie_word_embeddings is not true)"));

@@ -9,6 +9,8 @@ pub struct Captured {
     pub text: String,
     pub bytes_total: u64,
     pub bytes_cut: u64,
+    /// Where in `text` that line stands.
+    pub gap: Option<std::ops::Range<usize>>,
     /// Some of the bytes kept were not UTF-8.
     pub lossy: bool,
 }
@@ -50,7 +52,7 @@ impl Capture {
         let kept = (self.head.len() + self.tail.len()) as u64;
         if kept == bytes_total {
             let (text, lossy) = lossy(&self.into_bytes());
-            return Captured { text, bytes_total, bytes_cut: 0, lossy };
+            return Captured { text, bytes_total, bytes_cut: 0, gap: None, lossy };
         }
         let tail: Vec<u8> = self.tail.into();
         let head = &self.head[..head_end(&self.head)];
@@ -58,9 +60,11 @@ impl Capture {
         let bytes_cut = bytes_total - (head.len() + tail.len()) as u64;
         let (head, head_lossy) = lossy(head);
         let (tail, tail_lossy) = lossy(tail);
-        let gap = if head.is_empty() || head.ends_with('\n') { "" } else { "\n" };
-        let text = format!("{head}{gap}[... {bytes_cut} bytes cut ...]\n{tail}");
-        Captured { text, bytes_total, bytes_cut, lossy: head_lossy || tail_lossy }
+        let end = if head.is_empty() || head.ends_with('\n') { "" } else { "\n" };
+        let line = format!("{end}[... {bytes_cut} of {bytes_total} bytes of output cut here ...]\n");
+        let gap = Some(head.len()..head.len() + line.len());
+        let text = format!("{head}{line}{tail}");
+        Captured { text, bytes_total, bytes_cut, gap, lossy: head_lossy || tail_lossy }
     }
 }
 
@@ -110,28 +114,29 @@ mod tests {
             let mut capture = Capture::new(bytes_max);
             let total: usize = chunks.iter().map(|chunk| chunk.len()).sum();
             chunks.iter().for_each(|chunk| capture.push(chunk));
-            let expected = Captured { text: text.into(), bytes_total: total as u64, bytes_cut: cut, lossy };
-            assert_eq!(capture.finish(), expected);
+            let line = format!("[... {cut} of {total} bytes of output cut here ...]\n");
+            let text = text.replace("[…]\n", &line);
+            let captured = capture.finish();
+            assert_eq!((captured.text, captured.bytes_total), (text.clone(), total as u64));
+            assert_eq!((captured.bytes_cut, captured.lossy), (cut, lossy));
+            match captured.gap {
+                None => assert_eq!(cut, 0),
+                Some(gap) => assert_eq!(text[gap].trim_start(), line),
+            }
         }
         check(8, &[], "", 0, false);
         check(8, &[b"12345678"], "12345678", 0, false);
         check(8, &[b"123", b"45678"], "12345678", 0, false);
-        check(8, &[b"123456789"], "1234\n[... 1 bytes cut ...]\n6789", 1, false);
-        check(
-            8,
-            &[b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9"],
-            "1234\n[... 1 bytes cut ...]\n6789",
-            1,
-            false,
-        );
-        check(0, &[b"abc"], "[... 3 bytes cut ...]\n", 3, false);
+        check(8, &[b"123456789"], "1234\n[…]\n6789", 1, false);
+        check(8, &[b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9"], "1234\n[…]\n6789", 1, false);
+        check(0, &[b"abc"], "[…]\n", 3, false);
         // 'ộ' is three bytes: one is left of the cut and goes; two are right of it and go.
-        check(8, &["abcộ1234567ộz".as_bytes()], "abc\n[... 10 bytes cut ...]\nộz", 10, false);
-        check(8, &["1234567890aộ".as_bytes()], "1234\n[... 6 bytes cut ...]\naộ", 6, false);
-        check(6, &["12345678ộộ".as_bytes()], "123\n[... 8 bytes cut ...]\nộ", 8, false);
+        check(8, &["abcộ1234567ộz".as_bytes()], "abc\n[…]\nộz", 10, false);
+        check(8, &["1234567890aộ".as_bytes()], "1234\n[…]\naộ", 6, false);
+        check(6, &["12345678ộộ".as_bytes()], "123\n[…]\nộ", 8, false);
         // Whole lines where they fit.
-        check(12, &[b"abc\nde_______f\nghij"], "abc\n[... 11 bytes cut ...]\nghij", 11, false);
+        check(12, &[b"abc\nde_______f\nghij"], "abc\n[…]\nghij", 11, false);
         check(16, &[b"a\xffb"], "a\u{fffd}b", 0, true);
-        check(4, &[b"\xff123456\xfe"], "\u{fffd}1\n[... 4 bytes cut ...]\n6\u{fffd}", 4, true);
+        check(4, &[b"\xff123456\xfe"], "\u{fffd}1\n[…]\n6\u{fffd}", 4, true);
     }
 }

@@ -46,10 +46,10 @@ pub fn is_secret(name: &str, value: &str) -> bool {
     /// Families of which too many members are secret to sort them.
     const PREFIXES: [&str; 9] =
         ["AWS_", "AZURE_", "OPENAI_", "ANTHROPIC_", "GEMINI_", "VAULT_", "TWILIO_", "STRIPE_", "SSH_AUTH_"];
-    const PARTS: [&str; 9] =
-        ["TOKEN", "SECRET", "KEY", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "PGPASS", "COOKIE"];
+    const PARTS: [&str; 10] =
+        ["TOKEN", "SECRET", "KEY", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "PGPASS", "COOKIE", "WEBHOOK"];
     /// Whole words between underscores.
-    const WORDS: [&str; 6] = ["AUTH", "PASS", "PAT", "PWD", "PW", "DSN"];
+    const WORDS: [&str; 9] = ["AUTH", "AUTHORIZATION", "BEARER", "JWT", "PASS", "PAT", "PWD", "PW", "DSN"];
     const NAMES: [&str; 3] = ["GPG_AGENT_INFO", "SSH_AGENT_PID", "NETRC"];
     /// Words that hold one of the parts and are not what it says.
     const HARMLESS: [&str; 8] =
@@ -124,6 +124,9 @@ mod tests {
             "GH_PAT",
             "SENTRY_DSN",
             "KEYBOARD_TOKEN",
+            "HTTP_AUTHORIZATION",
+            "MY_JWT",
+            "SLACK_WEBHOOK_URL",
         ] {
             assert!(is_secret(name, ""), "{name}");
         }

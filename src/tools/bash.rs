@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Stop, Tool, ToolContext, ToolOutput, schema};
+use super::{Gap, Stop, Tool, ToolContext, ToolOutput, schema};
 use crate::message::ToolSpec;
 use crate::permission::Access;
 use crate::process::{self, Ended, Status};
@@ -106,10 +106,6 @@ async fn bash(arguments: Value, context: &ToolContext) -> Result<ToolOutput, Str
             Status::Unknown => notes.push("it could not be killed and may still run".to_string()),
         },
     }
-    if finished.stdout.bytes_cut > 0 {
-        let (cut, all) = (finished.stdout.bytes_cut, finished.stdout.bytes_total);
-        notes.push(format!("{cut} of {all} bytes of output were left out in the middle"));
-    }
     let is_error = !finished.success();
     // A command that ended by itself has said something, whatever its exit code: a test that fails is an answer.
     let led_nowhere = matches!(finished.ended, Ended::TimedOut);
@@ -120,6 +116,8 @@ async fn bash(arguments: Value, context: &ToolContext) -> Result<ToolOutput, Str
         }
         text.push_str(&format!("[{note}]\n"));
     }
+    let gap = finished.stdout.gap.filter(|_| text.len() <= context.output_bytes_max);
+    let gap = gap.map(|at| Gap { at, bytes: finished.stdout.bytes_cut });
     let bounded = super::text::bounded(text, context.output_bytes_max);
-    Ok(ToolOutput { text: bounded, is_error, led_nowhere })
+    Ok(ToolOutput { text: bounded, is_error, led_nowhere, gap })
 }

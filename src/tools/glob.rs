@@ -68,7 +68,7 @@ fn find(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Tool
     for entry in walk::entries(&pattern.base) {
         stop.check()?;
         match entry {
-            Ok(entry) if entry.file_type().is_some_and(|kind| !kind.is_dir()) && pattern.matches(entry.path()) => {
+            Ok(entry) if is_file(&entry) && pattern.matches(entry.path()) => {
                 found.push(files::shown(context, entry.path()));
             }
             Ok(_) => {}
@@ -99,13 +99,17 @@ fn find(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Tool
     Ok(ToolOutput::ok(format!("{header}{listed}{notes}")))
 }
 
+/// No folder, and no link to one.
+fn is_file(entry: &ignore::DirEntry) -> bool {
+    entry.file_type().is_some_and(|kind| !(kind.is_dir() || kind.is_symlink() && entry.path().is_dir()))
+}
+
 /// How many files would match were it not for ignore files, so that "none" does not mislead.
 fn ignored_matches(pattern: &Pattern, stop: &Stop) -> Result<usize, String> {
     let mut count = 0;
     for entry in walk::entries_ignored_too(&pattern.base).flatten() {
         stop.check()?;
-        let file = entry.file_type().is_some_and(|kind| !kind.is_dir());
-        count += usize::from(file && pattern.matches(entry.path()));
+        count += usize::from(is_file(&entry) && pattern.matches(entry.path()));
     }
     Ok(count)
 }

@@ -66,25 +66,35 @@ pub struct ToolOutput {
     /// It led nowhere, and another call may lead further: the loop asks for one. Not where the result is an answer in itself (a test
     /// that fails) or where nothing else is to be tried (a refusal).
     pub led_nowhere: bool,
+    /// Where the tool left out a middle that was too long to keep.
+    pub gap: Option<Gap>,
+}
+
+/// A middle that is not there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gap {
+    /// The words that stand for it, in bytes of the text.
+    pub at: std::ops::Range<usize>,
+    pub bytes: u64,
 }
 
 impl ToolOutput {
     pub fn ok(text: impl Into<String>) -> Self {
-        ToolOutput { text: text.into(), is_error: false, led_nowhere: false }
+        ToolOutput { text: text.into(), is_error: false, led_nowhere: false, gap: None }
     }
 
     pub fn error(text: impl Into<String>) -> Self {
-        ToolOutput { text: text.into(), is_error: true, led_nowhere: true }
+        ToolOutput { text: text.into(), is_error: true, led_nowhere: true, gap: None }
     }
 
     /// An error after which the same end is not to be tried another way.
     pub fn final_error(text: impl Into<String>) -> Self {
-        ToolOutput { text: text.into(), is_error: true, led_nowhere: false }
+        ToolOutput { text: text.into(), is_error: true, led_nowhere: false, gap: None }
     }
 
     /// A search that worked and found nothing.
     pub fn nothing(text: impl Into<String>) -> Self {
-        ToolOutput { text: text.into(), is_error: false, led_nowhere: true }
+        ToolOutput { text: text.into(), is_error: false, led_nowhere: true, gap: None }
     }
 }
 
@@ -182,7 +192,10 @@ async fn blocking<T: Into<ToolOutput> + Send + 'static>(
     let result = tokio::task::spawn_blocking(move || work(&context, &Stop(token))).await;
     let result = result.unwrap_or_else(|error| Err(format!("The tool itself failed: {error}.")));
     let output = result.map_or_else(ToolOutput::error, Into::into);
-    ToolOutput { text: text::bounded(output.text, bytes_max), ..output }
+    if output.text.len() <= bytes_max {
+        return output;
+    }
+    ToolOutput { text: text::bounded(output.text, bytes_max), gap: None, ..output }
 }
 
 #[cfg(test)]

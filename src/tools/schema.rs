@@ -104,7 +104,23 @@ fn small(schema: Value) -> Value {
 
 /// The arguments as their struct. `Err` is for the model.
 pub(super) fn arguments<A: DeserializeOwned>(value: Value) -> Result<A, String> {
-    serde_json::from_value(value).map_err(|error| format!("The arguments do not fit: {error}."))
+    let fault = |error| format!("The arguments do not fit: {error}. Make the call again with correct arguments.");
+    serde_json::from_value(integral(value)).map_err(fault)
+}
+
+/// `2.0` is an integer to JSON Schema, and not to serde.
+fn integral(value: Value) -> Value {
+    /// Whole numbers up to here are exact.
+    const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
+    match value {
+        Value::Number(number) => match number.as_f64().filter(|x| number.is_f64() && x.fract() == 0.0) {
+            Some(x) if x.abs() <= EXACT_MAX => json!(x as i64),
+            _ => Value::Number(number),
+        },
+        Value::Array(values) => values.into_iter().map(integral).collect(),
+        Value::Object(map) => map.into_iter().map(|(key, value)| (key, integral(value))).collect(),
+        other => other,
+    }
 }
 
 /// Checks arguments against the tool's schema, before anything else is done with them. `Err` is for the model: it names

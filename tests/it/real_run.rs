@@ -72,3 +72,30 @@ fn model_info_says_what_is_in_the_file() {
         small.get("chat_template").is_none() && default["chat_template"].as_str().unwrap().contains("doubled braces")
     );
 }
+
+/// As `cob tools --file` shows them: copies of one tool add up, and what a run leaves out is not counted.
+#[test]
+fn a_file_of_tools_costs_what_its_tools_cost() {
+    let Some(small) = model_file(SMALL) else { return };
+    let golden: Value = serde_json::from_str(include_str!("../data/chat_template.json")).unwrap();
+    let cases = golden.as_array().or_else(|| golden["cases"].as_array()).unwrap();
+    let tool = cases.iter().find_map(|case| case["tools"].get(0)).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let check = |tools: Value, tokens: u64, said: &str| {
+        let file = folder.path().join("tools.json");
+        std::fs::write(&file, tools.to_string()).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cob"));
+        let done = command.args(["tools", "--json", "--file"]).arg(&file).arg("--model").arg(&small).output().unwrap();
+        let (out, err) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+        let counted: Value = serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}{err}"));
+        assert_eq!(counted["total_tokens"], tokens, "{counted}");
+        assert!(if said.is_empty() { err.is_empty() } else { err.contains(said) }, "{err}");
+    };
+    check(serde_json::json!([tool]), 156, "");
+    check(serde_json::json!([tool, tool, tool]), 77 + 3 * 79, "there is a tool `search_blog` before it");
+    let mut remote = tool.clone();
+    let function = if remote.get("function").is_some() { &mut remote["function"] } else { &mut remote };
+    function["name"] = "remote".into();
+    function["parameters"] = serde_json::json!({"$ref": "https://example.org/s.json"});
+    check(serde_json::json!([tool, remote]), 156, "the tool `remote` is left out");
+}

@@ -324,7 +324,7 @@ fn answers_stay_answers_to_the_byte() {
             r#"{"name": "Alice", "age": 3}"#,
             r#"{"name": "search_blog", "posts": 3}"#,
             "```python\nfor x in y:\n    search_blog(x)\n```\nĐó là tất cả. 🙂",
-            r#"Write {"name": "search_blog", "arguments": {}} to call it."#,
+            r#"Write `{"name": "search_blog", "arguments": {}}` to call it."#,
             "  \n\n",
             "search",
             "{\"name\": \"search_blog\", \"arg",
