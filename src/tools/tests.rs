@@ -281,8 +281,17 @@ async fn write_creates_and_replaces_what_was_read() {
     assert_eq!(text, "Replaced new/deeper/chào.txt: now 1 line, 1 byte (before: 10 bytes).");
     place.ok("Write", write("empty.txt", "x")).await;
 
-    place.fails("Write", write("old.txt", "new"), &["was not read yet", "call Read", "Edit"]).await;
+    let adding = r#"{"file_path":"old.txt","old_string":"old","new_string":"old\nnew"}"#;
+    place.fails("Write", write("old.txt", "new\n"), &["was not read yet", "call Read", "Edit", adding]).await;
     assert_eq!(place.content("old.txt"), "old\n");
+    // A new version of the file is no addition to it, and where Edit would not find the place it is not shown.
+    fs::write(place.path("two.txt"), "a\nb\n").unwrap();
+    fs::write(place.path("same.txt"), "a\na\n").unwrap();
+    for (path, content) in [("two.txt", "x\nb\n"), ("same.txt", "x"), ("two.txt", " \n"), ("two.txt", &"x".repeat(201))]
+    {
+        let said = place.call("Write", write(path, content)).await.text;
+        assert!(said.contains("was not read yet") && !said.contains("old_string"), "{said}");
+    }
     place.ok("Read", json!({"file_path": "old.txt"})).await;
     fs::write(place.path("old.txt"), "theirs\n").unwrap();
     place.fails("Write", write("old.txt", "new"), &["has changed since"]).await;

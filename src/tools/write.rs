@@ -1,11 +1,12 @@
 //! `Write`: a whole file.
 
 use std::fs;
+use std::path::Path;
 
 use async_trait::async_trait;
 use schemars::JsonSchema;
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::{Seen, Stop, Tool, ToolContext, ToolOutput, blocking, files, schema, text};
 use crate::message::ToolSpec;
@@ -51,6 +52,9 @@ impl Tool for Write {
     }
 }
 
+/// A longer content is not said over again.
+const SHOWN_BYTES_MAX: usize = 200;
+
 fn write(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<String, String> {
     let Arguments { file_path, content } = arguments;
     let path = files::resolved(context, &file_path)?;
@@ -75,8 +79,10 @@ fn write(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Str
                     ));
                 }
                 Seen::Never => {
+                    let adding = addition(&file_path, &path, &content).unwrap_or_default();
                     return Err(format!(
-                        "{name} already exists and was not read yet, so nothing was written. To replace it, call Read on it and then Write again; to change a part of it, use Edit."
+                        "{name} already exists and was not read yet, so nothing was written: Write replaces the whole file.{adding} To \
+                         change a part of it, use Edit; to replace all of it, call Read on it and then Write again."
                     ));
                 }
                 Seen::Edited => {
@@ -105,4 +111,24 @@ fn write(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Str
             format!("Replaced {name}: now {size} (before: {}).", text::counted(before.len() as usize, "byte"))
         }
     })
+}
+
+/// The Edit that adds `content` at the end of a text file: small models take Write for that, and would lose the rest. `None` where
+/// it looks like a new version of the file, or Edit would not find the place.
+fn addition(file_path: &str, path: &Path, content: &str) -> Option<String> {
+    const FILE_BYTES_MAX: u64 = 1 << 20;
+    if content.len() > SHOWN_BYTES_MAX || fs::metadata(path).ok()?.len() > FILE_BYTES_MAX {
+        return None;
+    }
+    let text = fs::read_to_string(path).ok()?;
+    let lines =
+        |text: &'_ str| text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_owned).collect();
+    let (old, new): (Vec<String>, Vec<String>) = (lines(&text), lines(content));
+    let last = text.lines().rev().find(|line| !line.trim().is_empty())?;
+    if new.is_empty() || new.iter().any(|line| old.contains(line)) || text.matches(last).count() > 1 {
+        return None;
+    }
+    let new = format!("{last}\n{}", content.trim_end_matches('\n'));
+    let arguments = json!({"file_path": file_path, "old_string": last, "new_string": new});
+    (last.len() <= SHOWN_BYTES_MAX).then(|| format!(" To add this at the end, call Edit with {arguments}."))
 }
