@@ -13,7 +13,7 @@ use cob::message::{Message, Sampling, Usage};
 use cob::model::{Backend, KvType, Model};
 use criterion::{BenchmarkId, Criterion};
 
-/// A prompt by what is in it. Without a tokenizer (the random model has none), ids of the same number.
+/// A prompt by what is in it. For the random model, whose words are made up, ids of the number that the real one has.
 fn prompt(format: Option<&ChatFormat>, tools: usize, skills: usize, question: &str) -> (Vec<u32>, usize) {
     let system = match skills {
         0 => "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.".to_owned(),
@@ -61,8 +61,8 @@ fn prefill(engine: &Engine, (prompt, pinned): (Vec<u32>, usize)) -> Usage {
 type Seen = BTreeMap<(usize, usize, bool), (usize, usize, Vec<f64>)>;
 
 fn main() {
-    let (path, _folder) = common::model();
-    let format = ChatFormat::open(&path, None).inspect_err(|why| println!("no tokenizer: {why}")).ok();
+    let (path, random) = common::model();
+    let format = random.is_none().then(|| ChatFormat::open(&path, None).expect("the tokenizer loads"));
     let model = Model::open(&path, Backend::cpu(), KvType::F16).expect("the model loads");
     let engine = Engine::start(model, Settings { context_tokens: 32_768, cache_bytes: 1 << 30 }).unwrap();
     let seen: RefCell<Seen> = RefCell::default();

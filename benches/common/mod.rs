@@ -95,10 +95,53 @@ fn write_random(path: &Path) {
             add(format!("blk.{i}.{name}"), shape, kind);
         }
     }
-    let metadata: Vec<(&str, &V)> = metadata.iter().map(|(k, v)| (*k, v)).collect();
+    let words = words(vocab);
+    let metadata: Vec<(&str, &V)> = metadata.iter().chain(&words).map(|(k, v)| (*k, v)).collect();
     let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(k, v)| (k.as_str(), v)).collect();
     let mut file = std::fs::File::create(path).expect("the file can be made");
     gguf_file::write(&mut file, &metadata, &tensors).expect("the file can be written");
+}
+
+/// A vocabulary of the real one's size, of made-up words: what a mask costs depends on how many tokens there are and how long.
+fn words(vocab: usize) -> Vec<(&'static str, gguf_file::Value)> {
+    use gguf_file::Value as V;
+    let controls = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"];
+    // The bytes, each as the visible character that stands for it in such vocabularies.
+    let visible = |byte: u8| matches!(byte, 33..=126 | 161..=172 | 174..=255);
+    let mut hidden = 256..;
+    let mut tokens: Vec<String> = (0..=255u8)
+        .map(|byte| if visible(byte) { u32::from(byte) } else { hidden.next().expect("endless") })
+        .map(|code| char::from_u32(code).expect("a character").to_string())
+        .collect();
+    let mut known: std::collections::HashSet<String> = tokens.iter().cloned().collect();
+    // Words grow from letters, some of them behind a space.
+    let mut parts: Vec<String> = ('a'..='z').map(String::from).chain(["\u{120}".into()]).collect();
+    let mut merges = Vec::new();
+    let mut state = 1u64;
+    let mut below = |n: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % n
+    };
+    while tokens.len() + controls.len() < vocab {
+        let (left, right) = (parts[below(parts.len())].clone(), parts[below(parts.len())].clone());
+        let word = format!("{left}{right}");
+        if word.chars().count() > 10 || right.starts_with('\u{120}') || !known.insert(word.clone()) {
+            continue;
+        }
+        merges.push(V::String(format!("{left} {right}")));
+        tokens.push(word.clone());
+        parts.push(word);
+    }
+    let types = tokens.iter().map(|_| V::I32(1)).chain(controls.iter().map(|_| V::I32(3))).collect();
+    tokens.extend(controls.map(String::from));
+    vec![
+        ("tokenizer.ggml.model", V::String("gpt2".into())),
+        ("tokenizer.ggml.pre", V::String("qwen2".into())),
+        ("tokenizer.ggml.tokens", V::Array(tokens.into_iter().map(V::String).collect())),
+        ("tokenizer.ggml.token_type", V::Array(types)),
+        ("tokenizer.ggml.merges", V::Array(merges)),
+        ("tokenizer.chat_template", V::String("{{ messages[0].content }}".into())),
+    ]
 }
 
 /// The `i`-th tool of five described parameters.
