@@ -129,7 +129,7 @@ fn print_table(seen: &mut Seen) {
         ("one more skill", (0, 1), (0, 10), 9),
     ] {
         if let (Some(a), Some(b)) = (cold.get(&from), cold.get(&to)) {
-            println!("{what}: {} tokens, {:.1} ms", (b.0 - a.0) as f64 / n as f64, (b.1 - a.1) / n as f64);
+            println!("{what}: {:.0} tokens, {:.1} ms", (b.0 - a.0) as f64 / n as f64, (b.1 - a.1) / n as f64);
         }
     }
 }
