@@ -152,6 +152,7 @@ impl DeviceModel {
         let x = match logits {
             Logits::None => return Ok(Some(Vec::new())),
             Logits::Last => x.narrow(0, rows - 1, 1)?,
+            Logits::Tail(n) => x.narrow(0, rows - n.min(rows), n.min(rows))?,
             Logits::All => x,
         };
         let x = candle_nn::ops::rms_norm(&x.contiguous()?, &self.norm, c.rms_eps)?;

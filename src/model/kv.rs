@@ -9,6 +9,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
+use memmap2::Mmap;
 
 /// Positions of a block.
 pub const BLOCK: usize = 64;
@@ -63,21 +64,45 @@ impl KvShape {
 }
 
 /// 64 positions of every layer and head.
-#[derive(Clone)]
-pub struct Block(Box<[u64]>);
+pub enum Block {
+    Own(Box<[u64]>),
+    /// In a file that is mapped in: `len` bytes from `at` on. It is only read.
+    Mapped {
+        map: Arc<Mmap>,
+        at: usize,
+        len: usize,
+    },
+}
 
 impl Block {
     fn zeroed(shape: &KvShape) -> Self {
         // Zeros and not garbage: a kernel may read whole vectors past the last position, and those must be finite.
-        Block(vec![0u64; shape.block_bytes() / 8].into_boxed_slice())
+        Block::Own(vec![0u64; shape.block_bytes() / 8].into_boxed_slice())
     }
 
-    pub fn as_ptr(&self) -> *const u8 {
-        self.0.as_ptr().cast()
+    pub fn as_bytes(&self) -> &[u8] {
+        match self {
+            // SAFETY: any byte of a u64 is a u8.
+            Block::Own(words) => unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), words.len() * 8) },
+            Block::Mapped { map, at, len } => &map[*at..*at + *len],
+        }
     }
 
-    pub fn bytes(&self) -> usize {
-        self.0.len() * 8
+    /// A block that `block` alone holds and can write: itself, or a copy in its place.
+    fn writable(block: &mut Arc<Block>) -> *mut u8 {
+        let own = matches!(Arc::get_mut(block), Some(Block::Own(_)));
+        if !own {
+            let mut words = vec![0u64; block.as_bytes().len() / 8].into_boxed_slice();
+            // SAFETY: as many bytes as the block has.
+            unsafe {
+                std::ptr::copy_nonoverlapping(block.as_bytes().as_ptr(), words.as_mut_ptr().cast(), words.len() * 8);
+            }
+            *block = Arc::new(Block::Own(words));
+        }
+        match Arc::get_mut(block) {
+            Some(Block::Own(words)) => words.as_mut_ptr().cast(),
+            _ => unreachable!("it was just made so"),
+        }
     }
 }
 
@@ -106,6 +131,21 @@ impl Kv {
         Kv { shape, len: 0, store: Store::Tensors(Vec::new()) }
     }
 
+    /// `len` positions whose blocks lie in a mapped file, one after the other from byte `at` on.
+    pub(crate) fn mapped(shape: KvShape, len: usize, map: Arc<Mmap>, at: usize) -> Self {
+        let size = shape.block_bytes();
+        let block = |i: usize| Arc::new(Block::Mapped { map: map.clone(), at: at + i * size, len: size });
+        Kv { shape, len, store: Store::Blocks((0..len.div_ceil(BLOCK)).map(block).collect()) }
+    }
+
+    /// The blocks as they are in memory, front to back; `None` where the KV lives on a device.
+    pub(crate) fn block_bytes(&self) -> Option<Vec<&[u8]>> {
+        match &self.store {
+            Store::Blocks(blocks) => Some(blocks.iter().map(|block| block.as_bytes()).collect()),
+            Store::Tensors(_) => None,
+        }
+    }
+
     pub fn shape(&self) -> &KvShape {
         &self.shape
     }
@@ -122,7 +162,7 @@ impl Kv {
     /// Identity and bytes of every part of the storage: forks share parts.
     pub fn parts(&self) -> Vec<(usize, usize)> {
         match &self.store {
-            Store::Blocks(blocks) => blocks.iter().map(|b| (Arc::as_ptr(b) as usize, b.bytes())).collect(),
+            Store::Blocks(blocks) => blocks.iter().map(|b| (Arc::as_ptr(b) as usize, b.as_bytes().len())).collect(),
             Store::Tensors(layers) => layers
                 .iter()
                 .flat_map(|(k, v)| [k, v])
@@ -168,7 +208,7 @@ impl Kv {
         }
         let first = self.len / BLOCK;
         let address = |(i, block): (usize, &mut Arc<Block>)| {
-            if i >= first { Arc::make_mut(block).0.as_mut_ptr().cast::<u8>() } else { block.as_ptr().cast_mut() }
+            if i >= first { Block::writable(block) } else { block.as_bytes().as_ptr().cast_mut() }
         };
         blocks.iter_mut().enumerate().map(address).collect()
     }

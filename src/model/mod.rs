@@ -24,6 +24,8 @@ use self::kv::KvShape;
 pub enum Logits {
     None,
     Last,
+    /// Of the last so many rows.
+    Tail(usize),
     All,
 }
 

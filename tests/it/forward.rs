@@ -281,7 +281,8 @@ fn a_position_has_the_same_bits_however_it_is_reached() {
                 let mut kv = model.new_kv();
                 assert!(expected == all_logits(&mut model, &mut kv, &ids, chunks), "{kind:?}, chunks {chunks:?}");
             }
-            for backend in [cpu(2), cpu(3), Backend::Cpu { tier: Tier::Portable, threads: 2 }] {
+            let tiers = Tier::available().into_iter().map(|tier| Backend::Cpu { tier, threads: 2 });
+            for backend in [cpu(2), cpu(3)].into_iter().chain(tiers) {
                 let name = format!("{kind:?}, {backend:?}");
                 let mut other = Model::open(&path, backend, kv_type).unwrap();
                 let mut kv = other.new_kv();

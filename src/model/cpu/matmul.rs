@@ -142,7 +142,8 @@ const fn kind_of<const K: u8>() -> WeightType {
 unsafe fn unpack<S: Simd, const K: u8>(p: *const u8) -> Codes<S> {
     unsafe {
         if K == Q8_0 {
-            return std::array::from_fn(|j| S::load_b(p.add(32 * j)));
+            let code = |j: usize| S::load_b(p.add(32 * j));
+            return std::array::from_fn(|j| if S::DOT { S::lift(code(j)) } else { code(j) });
         }
         let [a, b, c, d] = [S::load_b(p), S::load_b(p.add(32)), S::load_b(p.add(64)), S::load_b(p.add(96))];
         let v = [
@@ -222,6 +223,16 @@ unsafe fn group<S: Simd, const K: u8>(
         let term = |j: usize| S::maddubs(w[j], S::splat4(a.add(4 * j)));
         let ones = S::splat_w(1);
         let dot = match K {
+            // Integer sums are exact, so this is what the other arms come to.
+            _ if S::DOT && K != Q6K => {
+                let zero = S::madd(S::splat_w(0), S::splat_w(0));
+                let (mut x, mut y) = (zero, zero);
+                for j in 0..4 {
+                    x = S::dot(x, w[2 * j], S::splat4(a.add(8 * j)));
+                    y = S::dot(y, w[2 * j + 1], S::splat4(a.add(8 * j + 4)));
+                }
+                S::add_i(x, y)
+            }
             // Signed codes: |w| · (a with the sign of w); two products fill an i16.
             Q8_0 => {
                 let term =
@@ -255,6 +266,8 @@ unsafe fn group<S: Simd, const K: u8>(
         let dot = match K {
             Q4_0 => S::sub_i(dot, S::madd(S::splat_pair(sums), S::splat_w(8))),
             Q5_0 => S::sub_i(dot, S::madd(S::splat_pair(sums), S::splat_w(16))),
+            // The codes were lifted to be unsigned.
+            Q8_0 if S::DOT => S::sub_i(dot, S::madd(S::splat_pair(sums), S::splat_w(128))),
             _ => dot,
         };
         let acc = S::fma(S::to_f(dot), S::mul(s.d, S::splat(*scale)), acc);

@@ -20,7 +20,7 @@ use self::matmul::{Product, Rows, RowsMut};
 use self::packed::Packed;
 use self::pool::Pool;
 #[cfg(target_arch = "x86_64")]
-use self::simd::Avx2;
+use self::simd::{Avx2, Avx512};
 use self::simd::{Portable, Simd};
 use super::config::Config;
 use super::kv::{BLOCK, Kv, KvShape, KvType};
@@ -36,19 +36,29 @@ pub enum Tier {
     /// x86-64 with AVX2, FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// The same with AVX-512's VNNI and BW on 256-bit vectors.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
 }
 
 impl Tier {
-    /// The best tier of this machine; `COB_KERNEL_TIER=portable` asks for the oracle.
+    /// The best tier of this machine; `COB_KERNEL_TIER` names a lesser one (`portable` is the oracle).
     pub fn detect() -> Self {
-        if std::env::var("COB_KERNEL_TIER").is_ok_and(|tier| tier == "portable") {
-            return Tier::Portable;
-        }
+        let all = Self::available();
+        let asked = std::env::var("COB_KERNEL_TIER").ok();
+        let named = all.iter().find(|tier| asked.as_deref() == Some(tier.name()));
+        named.or(all.last()).copied().unwrap_or(Tier::Portable)
+    }
+
+    /// The tiers that this machine can run, the best last.
+    pub fn available() -> Vec<Self> {
+        let mut all = vec![Tier::Portable];
         #[cfg(target_arch = "x86_64")]
-        if Avx2::available() {
-            return Tier::Avx2;
+        {
+            all.extend(Avx2::available().then_some(Tier::Avx2));
+            all.extend(Avx512::available().then_some(Tier::Avx512));
         }
-        Tier::Portable
+        all
     }
 
     pub fn name(self) -> &'static str {
@@ -56,6 +66,8 @@ impl Tier {
             Tier::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
             Tier::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Tier::Avx512 => "avx512",
         }
     }
 }
@@ -70,12 +82,20 @@ macro_rules! in_tier {
         unsafe fn avx2($($arg: $ty),*) {
             unsafe { $kernel::<Avx2>($($arg),*) }
         }
-        // SAFETY: `Tier::Avx2` exists only where `Avx2::available()` said so; the rest is the kernel's contract.
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
+        #[allow(clippy::too_many_arguments)]
+        unsafe fn avx512($($arg: $ty),*) {
+            unsafe { $kernel::<Avx512>($($arg),*) }
+        }
+        // SAFETY: `Tier::available` has a tier only where the machine has its instructions; the rest is the kernel's contract.
         unsafe {
             match $tier {
                 Tier::Portable => $kernel::<Portable>($($arg),*),
                 #[cfg(target_arch = "x86_64")]
                 Tier::Avx2 => avx2($($arg),*),
+                #[cfg(target_arch = "x86_64")]
+                Tier::Avx512 => avx512($($arg),*),
             }
         }
     }};
@@ -255,6 +275,7 @@ impl CpuModel {
         let out = match logits {
             Logits::None => Vec::new(),
             Logits::Last => self.logits(rows - 1, rows),
+            Logits::Tail(n) => self.logits(rows - n.min(rows), rows),
             Logits::All => self.logits(0, rows),
         };
         kv.advance(rows);

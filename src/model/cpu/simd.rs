@@ -12,6 +12,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Whether kernels are made for several rows at once. The portable tier does without: its results are the same, and
     /// its kernels take long to compile.
     const WIDE: bool;
+    /// Whether [`Simd::dot`] is one instruction, and kernels are better off with it than with `maddubs` and `madd`.
+    const DOT: bool;
     /// 8 × f32.
     type F: Copy;
     /// 32 × u8 or i8.
@@ -62,6 +64,10 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn sign_b(a: Self::B, sign: Self::B) -> Self::B;
     /// Sums of adjacent products of u8 by i8, saturated to i16 (callers keep within range).
     unsafe fn maddubs(unsigned: Self::B, signed: Self::B) -> Self::W;
+    /// `acc` + sums of four adjacent products of u8 by i8, as i32.
+    unsafe fn dot(acc: Self::I, unsigned: Self::B, signed: Self::B) -> Self::I;
+    /// i8 as the u8 that is 128 more.
+    unsafe fn lift(x: Self::B) -> Self::B;
     unsafe fn add_w(a: Self::W, b: Self::W) -> Self::W;
     unsafe fn splat_w(x: i16) -> Self::W;
     unsafe fn load_w(p: *const i16) -> Self::W;
@@ -89,6 +95,7 @@ fn map2(a: F8, b: F8, f: impl Fn(f32, f32) -> f32) -> F8 {
 
 impl Simd for Portable {
     const WIDE: bool = false;
+    const DOT: bool = false;
     type F = F8;
     type B = [u8; 32];
     type W = [i16; 16];
@@ -212,6 +219,17 @@ impl Simd for Portable {
         })
     }
     #[inline(always)]
+    unsafe fn dot(acc: [i32; 8], u: [u8; 32], s: [u8; 32]) -> [i32; 8] {
+        std::array::from_fn(|c| {
+            let products = (4 * c..4 * c + 4).map(|i| i32::from(u[i]) * i32::from(s[i] as i8));
+            acc[c].wrapping_add(products.sum())
+        })
+    }
+    #[inline(always)]
+    unsafe fn lift(x: [u8; 32]) -> [u8; 32] {
+        x.map(|b| b ^ 0x80)
+    }
+    #[inline(always)]
     unsafe fn add_w(a: [i16; 16], b: [i16; 16]) -> [i16; 16] {
         std::array::from_fn(|i| a[i].wrapping_add(b[i]))
     }
@@ -258,16 +276,30 @@ impl Simd for Portable {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::Avx2;
+pub(crate) use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::Simd;
     use std::arch::x86_64::*;
 
-    /// AVX2 with FMA and F16C (Haswell, Zen and later).
+    /// 256-bit vectors; with `VNNI` the dot products of AVX-512.
     #[derive(Clone, Copy)]
-    pub(crate) struct Avx2;
+    pub(crate) struct X86<const VNNI: bool>;
+    /// AVX2 with FMA and F16C (Haswell, Zen and later).
+    pub(crate) type Avx2 = X86<false>;
+    /// These, and of AVX-512 the instructions on short vectors and VNNI (Ice Lake, Zen 4 and later).
+    pub(crate) type Avx512 = X86<true>;
+
+    impl Avx512 {
+        pub(crate) fn available() -> bool {
+            Avx2::available()
+                && is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512vnni")
+        }
+    }
 
     impl Avx2 {
         pub(crate) fn available() -> bool {
@@ -284,8 +316,9 @@ mod x86 {
         };
     }
 
-    impl Simd for Avx2 {
+    impl<const VNNI: bool> Simd for X86<VNNI> {
         const WIDE: bool = true;
+        const DOT: bool = VNNI;
 
         type F = __m256;
         type B = __m256i;
@@ -331,6 +364,8 @@ mod x86 {
             fn abs_b(x: __m256i) -> __m256i { _mm256_abs_epi8(x) }
             fn sign_b(a: __m256i, sign: __m256i) -> __m256i { _mm256_sign_epi8(a, sign) }
             fn maddubs(unsigned: __m256i, signed: __m256i) -> __m256i { _mm256_maddubs_epi16(unsigned, signed) }
+            fn dot(acc: __m256i, unsigned: __m256i, signed: __m256i) -> __m256i { _mm256_dpbusd_epi32(acc, unsigned, signed) }
+            fn lift(x: __m256i) -> __m256i { _mm256_xor_si256(x, _mm256_set1_epi8(-128)) }
             fn add_w(a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi16(a, b) }
             fn splat_w(x: i16) -> __m256i { _mm256_set1_epi16(x) }
             fn load_w(p: *const i16) -> __m256i { _mm256_loadu_si256(p.cast()) }
