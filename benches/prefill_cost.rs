@@ -64,7 +64,9 @@ fn main() {
     let (path, random) = common::model();
     let format = random.is_none().then(|| ChatFormat::open(&path, None).expect("the tokenizer loads"));
     let model = Model::open(&path, Backend::cpu(), KvType::F16).expect("the model loads");
-    let engine = Engine::start(model, Settings { context_tokens: 32_768, cache_bytes: 1 << 30 }).unwrap();
+    let engine =
+        Engine::start(model, Settings { context_tokens: 32_768, cache_bytes: 1 << 30, store: None, drafts: true })
+            .unwrap();
     let seen: RefCell<Seen> = RefCell::default();
     let mut criterion =
         Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(1)).configure_from_args();

@@ -274,6 +274,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             kv_type: KvType::F16,
             context_tokens: 32_768,
             cache_bytes: 64 << 20,
+            store: None,
+            drafts: true,
             id: found.id,
             digest: found.digest,
         },

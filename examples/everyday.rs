@@ -73,6 +73,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             kv_type: KvType::F16,
             context_tokens: 32_768,
             cache_bytes: 1 << 30,
+            store: None,
+            drafts: true,
             id: found.id,
             digest: found.digest,
         },

@@ -64,6 +64,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
                 kv_type: KvType::F16,
                 context_tokens: 4096,
                 cache_bytes: 256 << 20,
+                store: None,
+                drafts: true,
                 id: found.id,
                 digest: found.digest,
             };

@@ -90,6 +90,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         kv_type: KvType::F16,
         context_tokens: 8192,
         cache_bytes: 256 << 20,
+        store: None,
+        drafts: true,
         id: a.model.clone(),
         digest: String::new(),
     };

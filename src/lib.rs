@@ -3,7 +3,8 @@
 //! # Layout
 //! * [`message`]: the words every room shares.
 //! * [`model`]: Qwen2.5: files → weights, forward pass, KV storage, CPU kernels. Token ids → logits.
-//! * [`engine`]: the thread that owns the model: prefill, decode, sampler, prefix cache. Token ids → token ids.
+//! * [`engine`]: the thread that owns the model: prefill, decode, drafts, sampler, prefix cache and its store on disk. Token ids → token
+//!   ids.
 //! * [`chat`]: Qwen's wire format: tokenizer, template, grammar, parser. Messages ↔ token ids.
 //! * [`hub`]: model files on disk: manifests, pull, verify.
 //! * [`permission`]: what a call touches, the rules, one decision.

@@ -117,12 +117,21 @@ pub struct Usage {
     pub prompt_tokens: usize,
     /// Of the prompt: found in the prefix cache.
     pub cached_tokens: usize,
+    /// Of the cached ones: kept on disk by an earlier process.
+    #[serde(default)]
+    pub restored_tokens: usize,
     /// Of the prompt: evaluated now. `cached + prefilled = prompt`.
     pub prefilled_tokens: usize,
     /// Of the output: forced by the grammar and prefilled as a batch.
     pub forced_tokens: usize,
     /// Of the output: sampled one by one.
     pub sampled_tokens: usize,
+    /// Guessed from what stood there before …
+    #[serde(default)]
+    pub drafted_tokens: usize,
+    /// … and of these: what was then sampled indeed, without a pass of its own.
+    #[serde(default)]
+    pub accepted_tokens: usize,
     pub prefill_ms: f64,
     pub decode_ms: f64,
     pub total_ms: f64,
@@ -135,9 +144,12 @@ impl Usage {
     pub fn add(&mut self, other: &Usage) {
         self.prompt_tokens += other.prompt_tokens;
         self.cached_tokens += other.cached_tokens;
+        self.restored_tokens += other.restored_tokens;
         self.prefilled_tokens += other.prefilled_tokens;
         self.forced_tokens += other.forced_tokens;
         self.sampled_tokens += other.sampled_tokens;
+        self.drafted_tokens += other.drafted_tokens;
+        self.accepted_tokens += other.accepted_tokens;
         self.prefill_ms += other.prefill_ms;
         self.decode_ms += other.decode_ms;
         self.total_ms += other.total_ms;

@@ -484,6 +484,18 @@ impl Mask for CallMask {
         Ok(())
     }
 
+    fn fits(&mut self, draft: &[u32]) -> usize {
+        match &mut self.phase {
+            Phase::Call(matcher, _) => matcher.validate_tokens(draft).unwrap_or(0),
+            // A control token ends a turn or begins a call: what would follow it is another matter.
+            Phase::Text => {
+                let controls = self.grammars.tokenizer().controls();
+                draft.iter().take_while(|&&id| !controls.iter().any(|&(_, control)| control == id)).count()
+            }
+            Phase::Route(_) | Phase::After { .. } => 0,
+        }
+    }
+
     fn accept(&mut self, token: u32) -> Result<Verdict, String> {
         let ids = self.grammars.ids;
         if let Some(&want) = self.queue.front() {

@@ -39,6 +39,9 @@ pub trait LanguageModel: Send + Sync {
 
     /// The number of tokens of `text` as it would stand in a prompt; bounds what enters the context.
     fn count_tokens(&self, text: &str) -> usize;
+
+    /// Keeps what the last completion computed for another process, where the model has a place for it. Returns at once.
+    fn keep(&self) {}
 }
 
 /// What a session records of the model that ran it.

@@ -4,12 +4,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use sha2::{Digest, Sha256};
 
 use super::grammar::Grammars;
 use super::mask::CallMask;
 use super::template::{Prompt, Template};
 use super::tokenizer::Tokenizer;
 use super::{Completion, CompletionRequest, Delta, LanguageModel, ModelError, ModelInfo};
+use crate::engine::store::StoreSettings;
 use crate::engine::{self, Engine, Event, Failure, Request};
 use crate::message::{AssistantMessage, Message, ToolSpec};
 use crate::model::gguf::Gguf;
@@ -24,10 +26,25 @@ pub struct Options {
     pub context_tokens: usize,
     /// What the prefix cache may hold.
     pub cache_bytes: usize,
+    /// Where prefixes are kept for the next process; `None`: nowhere.
+    pub store: Option<Store>,
+    /// Whether what stood in the prompt or the output before is guessed to come again (prompt lookup). The output is the same.
+    pub drafts: bool,
     /// The id and SHA-256 that sessions record.
     pub id: String,
     pub digest: String,
 }
+
+/// The prefix store on disk.
+#[derive(Clone, Debug)]
+pub struct Store {
+    pub dir: PathBuf,
+    /// Of all its files together.
+    pub bytes_max: u64,
+}
+
+/// Below this many tokens a prefix is not kept on disk: it is computed in a few seconds at most.
+const STORED_TOKENS_MIN: usize = 128;
 
 /// A Qwen2.5 in this process.
 pub struct Qwen {
@@ -88,6 +105,25 @@ impl ChatFormat {
     }
 }
 
+/// Of everything that keys and values depend on, and of tokenizer and template, so that what is kept is found by whoever renders the
+/// same prompts. The version of the format of our own kernels' results is part of it.
+fn fingerprint(info: &ModelInfo, format: &ChatFormat, kv_type: KvType) -> [u8; 32] {
+    const NUMERICS: u32 = 1;
+    let tokenizer = format.grammars.tokenizer();
+    let mut hash = Sha256::new();
+    for part in [info.digest.as_bytes(), info.kernel_tier.as_bytes(), format.template.source().as_bytes()] {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    hash.update(format!("{NUMERICS} {kv_type:?} {}", tokenizer.vocab_size()));
+    for id in 0..tokenizer.vocab_size() as u32 {
+        let bytes = tokenizer.token_bytes(id);
+        hash.update((bytes.len() as u32).to_le_bytes());
+        hash.update(bytes);
+    }
+    hash.finalize().into()
+}
+
 impl Qwen {
     /// Loads the weights and, on another thread, the tokenizer. Costs the time to read the file once.
     pub fn open(path: &Path, options: Options) -> Result<Self, String> {
@@ -106,7 +142,15 @@ impl Qwen {
         let context_tokens = options.context_tokens.min(config.context);
         let info =
             ModelInfo { id: options.id, digest: options.digest, kernel_tier: options.backend.name(), context_tokens };
-        let engine = Engine::start(model, engine::Settings { context_tokens, cache_bytes: options.cache_bytes })?;
+        let store = options.store.map(|store| StoreSettings {
+            dir: store.dir,
+            fingerprint: fingerprint(&info, &format, options.kv_type),
+            bytes_max: store.bytes_max,
+            tokens_min: STORED_TOKENS_MIN,
+        });
+        let cache_bytes = options.cache_bytes;
+        let engine =
+            Engine::start(model, engine::Settings { context_tokens, cache_bytes, store, drafts: options.drafts })?;
         Ok(Qwen { engine, format, info })
     }
 
@@ -136,7 +180,7 @@ impl LanguageModel for Qwen {
         if !grammar.specs().is_empty() {
             // The token trie is built beside the prefill.
             let grammars = self.format.grammars.clone();
-            std::thread::spawn(move || grammars.warm());
+            let _ = std::thread::Builder::new().spawn(move || grammars.warm());
         }
         let prompt = self.format.template.render(&request.messages, grammar.specs(), true);
         let prompt = prompt.map_err(|e| ModelError::Failed(e.to_string()))?;
@@ -167,6 +211,7 @@ impl LanguageModel for Qwen {
                 Event::Finished(report) => {
                     let (ids, parsed) = view.finish(&mut *sink);
                     debug_assert_eq!(ids, report.ids);
+                    notes.extend(report.notes);
                     return Ok(Completion {
                         message: AssistantMessage { text: parsed.text, calls: parsed.calls, ids: Some(report.ids) },
                         finish: report.finish,
@@ -182,6 +227,10 @@ impl LanguageModel for Qwen {
             }
         }
         Err(ModelError::Failed("the engine ended without an answer".into()))
+    }
+
+    fn keep(&self) {
+        self.engine.keep();
     }
 
     fn count_tokens(&self, text: &str) -> usize {

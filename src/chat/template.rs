@@ -74,6 +74,13 @@ pub struct Template {
     repaired: bool,
 }
 
+impl Template {
+    /// The Jinja source, as it is used.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+}
+
 impl fmt::Debug for Template {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Template({} bytes)", self.source.len())

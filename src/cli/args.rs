@@ -30,6 +30,12 @@ pub struct ModelOptions {
     /// How keys and values are stored
     #[arg(long, value_name = "TYPE", default_value = "f16")]
     pub kv_type: KvType,
+    /// Neither keep computed prefixes on disk nor look for them there (`cob cache list`)
+    #[arg(long)]
+    pub no_store: bool,
+    /// Do not guess that what stood there before comes again (prompt lookup); the output is the same, only slower or faster
+    #[arg(long)]
+    pub no_drafts: bool,
     /// Fetch nothing; use what is here
     #[arg(long)]
     pub offline: bool,

@@ -82,7 +82,10 @@ fn talk(args: &ChatArgs, runtime: &Runtime, interrupts: &Interrupts) -> Result<u
     }
     loop {
         let task = match read_line(&mut editor)? {
-            Line::Leave => return Ok(0),
+            Line::Leave => {
+                agent.model.keep();
+                return Ok(0);
+            }
             Line::Nothing => continue,
             Line::Clear => {
                 let dir = session.path().parent().unwrap_or(Path::new(".")).to_owned();

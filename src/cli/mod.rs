@@ -6,6 +6,7 @@
 mod approve;
 mod args;
 mod bench;
+mod cache;
 mod chat;
 mod doctor;
 mod inspect;
@@ -47,6 +48,8 @@ enum Command {
     Model(model::ModelArgs),
     /// Sessions: list, show, path, rm
     Session(session::SessionArgs),
+    /// Prefixes kept on disk: list, verify, clear
+    Cache(cache::CacheArgs),
     /// The tools a model would be offered, and what each costs in tokens
     Tools(inspect::ToolsArgs),
     /// The exact prompt of a conversation: text, ids, segments
@@ -110,6 +113,7 @@ pub fn main() -> ExitCode {
         Command::Chat(args) => chat::run(args),
         Command::Model(args) => model::run(args),
         Command::Session(args) => session::run(args),
+        Command::Cache(args) => cache::run(args),
         Command::Tools(args) => inspect::tools(args),
         Command::Render(args) => inspect::render(args),
         Command::Tokenize(args) => inspect::tokenize(args),

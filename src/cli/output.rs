@@ -552,7 +552,7 @@ mod tests {
         assert_eq!(keys(&json), "type session_id model stop_reason answer turns tool_calls refusals usage error");
         assert_eq!(
             keys(&json["usage"]),
-            "prompt_tokens cached_tokens prefilled_tokens forced_tokens sampled_tokens prefill_ms decode_ms total_ms kv_bytes"
+            "prompt_tokens cached_tokens restored_tokens prefilled_tokens forced_tokens sampled_tokens drafted_tokens accepted_tokens prefill_ms decode_ms total_ms kv_bytes"
         );
     }
 }

@@ -84,6 +84,7 @@ fn attempt(args: &RunArgs, front: &mut Front, runtime: &Runtime, stop: &Stop) ->
         );
     }
     let outcome = runtime.block_on(agent.run(&mut session, task.as_deref(), stop, &mut |event| front.event(event)));
+    agent.model.keep();
     let code = exit_code(outcome.stop_reason);
     let report = Report { session_id: Some(session.id().to_owned()), model: Some(agent.model.info().id), outcome };
     let resumable =

@@ -427,12 +427,21 @@ fn load_qwen(found: &hub::Model, options: &ModelOptions) -> Result<(Arc<dyn Lang
         kv_type,
         context_tokens,
         cache_bytes,
+        store: if options.no_store {
+            None
+        } else {
+            Some(qwen::Store { dir: Folders::from_env()?.kv, bytes_max: STORE_BYTES_MAX })
+        },
+        drafts: !options.no_drafts,
         id: found.id.clone(),
         digest: found.digest.clone(),
     };
     let model = Qwen::load(source, &found.path, opened).map_err(Fault::refused)?;
     Ok((Arc::new(model), said))
 }
+
+/// What prefixes may take on disk.
+const STORE_BYTES_MAX: u64 = 4 << 30;
 
 /// A context below this is of no use to an agent.
 const SMALLEST_CONTEXT: usize = 2048;

@@ -1,8 +1,10 @@
 //! The thread that owns the model: prefill, decode, sampling, prefix cache. Token ids → token ids; it knows
 //! constraints only as a [`Mask`].
 
+mod draft;
 mod prefix;
 mod sampler;
+pub mod store;
 
 use std::sync::mpsc;
 use std::time::Instant;
@@ -10,9 +12,11 @@ use std::time::Instant;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio_util::sync::CancellationToken;
 
+use self::draft::Drafter;
 pub use self::prefix::CacheStats;
 use self::prefix::PrefixCache;
 use self::sampler::Sampler;
+use self::store::{PrefixStore, StoreSettings};
 use crate::message::{FinishReason, Sampling, Usage};
 use crate::model::{Error as ModelError, Kv, Logits, Model};
 
@@ -39,6 +43,10 @@ pub trait Mask: Send {
     fn allow(&mut self, logits: &mut [f32]) -> Result<(), String>;
     /// Takes note of one token that was sampled or forced (stop ids are not passed on).
     fn accept(&mut self, token: u32) -> Result<Verdict, String>;
+    /// How many of these tokens, from the first on, could be accepted one after the other; a guess is enough. Changes nothing.
+    fn fits(&mut self, draft: &[u32]) -> usize {
+        draft.len()
+    }
     /// Whether the next token is inside a structure (a call), which has a temperature of its own and no repetition penalty.
     fn structured(&self) -> bool {
         false
@@ -99,6 +107,8 @@ pub struct Report {
     pub ids: Vec<u32>,
     pub finish: FinishReason,
     pub usage: Usage,
+    /// What did not stop the request but must be said.
+    pub notes: Vec<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,13 +122,20 @@ pub enum Failure {
     Failed(String),
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Settings {
     /// Of prompt and output together.
     pub context_tokens: usize,
     /// Bytes that the prefix cache may hold.
     pub cache_bytes: usize,
+    /// Where pinned prefixes are kept for the next process.
+    pub store: Option<StoreSettings>,
+    /// Whether what stood there before is guessed to come again; the output is the same with and without.
+    pub drafts: bool,
 }
+
+/// A session's end is kept on disk when it has so many tokens more than what is kept there anyway: the file holds all of them.
+pub const KEPT_TOKENS_MIN: usize = 512;
 
 /// Rows of one forward pass of a prefill: progress is reported, and a cancelled one given up, no less often.
 pub const CHUNK: usize = 256;
@@ -134,23 +151,33 @@ enum Job {
     Run(Request, UnboundedSender<Event>),
     Stats(mpsc::Sender<CacheStats>),
     ClearCache,
+    Keep,
 }
 
 impl Engine {
     /// Takes the model to a thread of its own. Fails where the system starts no thread.
     pub fn start(model: Model, settings: Settings) -> Result<Self, String> {
         let (jobs, queue) = mpsc::channel();
+        let of_worker = settings.clone();
         let thread = std::thread::Builder::new()
             .name("cob-engine".into())
             .spawn(move || {
-                Worker { model, cache: PrefixCache::new(settings.cache_bytes), settings, broken: None }.serve(queue)
+                let (cache, store) =
+                    (PrefixCache::new(of_worker.cache_bytes), of_worker.store.clone().map(PrefixStore::new));
+                Worker { model, cache, store, last: None, settings: of_worker, broken: None }.serve(queue)
             })
             .map_err(|error| format!("cannot start the engine's thread: {error}"))?;
         Ok(Engine { jobs, settings, thread: Some(thread) })
     }
 
-    pub fn settings(&self) -> Settings {
-        self.settings
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// Keeps on disk what the last request computed, once the requests before are done: a session that goes on in another process
+    /// begins there.
+    pub fn keep(&self) {
+        let _ = self.jobs.send(Job::Keep);
     }
 
     /// Queues a request. Its events end with `Finished` or `Failed`.
@@ -185,9 +212,19 @@ impl Drop for Engine {
     }
 }
 
+struct Last {
+    ids: Vec<u32>,
+    kv: Kv,
+    /// Of the ids: what is kept on disk by itself.
+    pinned: usize,
+}
+
 struct Worker {
     model: Model,
     cache: PrefixCache,
+    store: Option<PrefixStore>,
+    /// What the last request computed, while there is a store that could keep it.
+    last: Option<Last>,
     settings: Settings,
     /// Why no further request can be served.
     broken: Option<String>,
@@ -212,6 +249,13 @@ impl Worker {
                     let _ = events.send(last);
                 }
                 Job::ClearCache => self.cache = PrefixCache::new(self.settings.cache_bytes),
+                Job::Keep => {
+                    if let (Some(store), Some(last)) = (&mut self.store, self.last.take())
+                        && last.ids.len() >= last.pinned + KEPT_TOKENS_MIN
+                    {
+                        store.save(&last.ids, last.kv);
+                    }
+                }
                 Job::Stats(reply) => {
                     let _ = reply.send(self.cache.stats());
                 }
@@ -232,19 +276,38 @@ impl Worker {
             return Err(Failure::Overflow { prompt_tokens, reserved_tokens, context_tokens });
         }
         let start = Instant::now();
+        let mut kv = self.cache.lookup(&request.prompt, prompt_tokens - 1).unwrap_or_else(|| self.model.new_kv());
+        let mut restored_tokens = 0;
+        if let Some(store) = &mut self.store
+            && prompt_tokens > kv.len() + store.tokens_min()
+            && let Some(found) = store.lookup(self.model.kv_shape(), &request.prompt, prompt_tokens - 1, kv.len())
+        {
+            restored_tokens = found.len() - kv.len();
+            let pinned = found.len() <= request.pinned;
+            self.cache.insert(&request.prompt[..found.len()], &found, pinned);
+            kv = found;
+        }
         let mut run = Run {
-            kv: self.cache.lookup(&request.prompt, prompt_tokens - 1).unwrap_or_else(|| self.model.new_kv()),
+            kv,
             sampler: Sampler::new(request.sampling, &request.prompt),
             output: Vec::new(),
             logits: Vec::new(),
+            drafter: self.settings.drafts.then(Drafter::new),
+            ahead: None,
             usage: Usage { prompt_tokens, ..Usage::default() },
             request,
             events,
         };
         run.usage.cached_tokens = run.kv.len();
+        run.usage.restored_tokens = restored_tokens;
         let result = match run.prefill(&mut self.model, &mut self.cache) {
             Ok(true) => {
                 run.usage.prefill_ms = ms(start);
+                if let Some(store) = &mut self.store {
+                    let mut pinned = run.kv.clone();
+                    pinned.truncate(run.request.pinned);
+                    store.save(&run.request.prompt[..pinned.len()], pinned);
+                }
                 let decode = Instant::now();
                 let result = run.decode(&mut self.model);
                 run.usage.decode_ms = ms(decode);
@@ -258,11 +321,14 @@ impl Worker {
         };
         run.usage.kv_bytes = run.usage.kv_bytes.max(run.kv.bytes() as u64);
         // What was computed is worth keeping, whatever ended the run.
+        run.settle();
         let held: Vec<u32> = run.request.prompt.iter().chain(&run.output).copied().take(run.kv.len()).collect();
         self.cache.insert(&held, &run.kv, false);
         let finish = result.map_err(Failure::Failed)?;
         run.usage.total_ms = ms(start);
-        Ok(Report { ids: run.output, finish, usage: run.usage })
+        let notes = self.store.as_mut().map(PrefixStore::take_notes).unwrap_or_default();
+        self.last = self.store.is_some().then_some(Last { ids: held, kv: run.kv, pinned: run.request.pinned });
+        Ok(Report { ids: run.output, finish, usage: run.usage, notes })
     }
 }
 
@@ -282,9 +348,22 @@ struct Run<'a> {
     kv: Kv,
     sampler: Sampler,
     output: Vec<u32>,
-    /// Of the position after the KV's last; empty when they are not known.
+    /// Of the position after the output; empty when they are not known.
     logits: Vec<f32>,
+    /// `None`: no drafts are made.
+    drafter: Option<Drafter>,
+    /// A draft that was evaluated with the last token.
+    ahead: Option<Ahead>,
     usage: Usage,
+}
+
+/// What was evaluated beyond the tokens that are certain. The KV holds them and the draft.
+struct Ahead {
+    /// How many tokens were certain then.
+    certain: usize,
+    draft: Vec<u32>,
+    /// The logits after the last certain token and after each of the draft: [draft + 1, vocab].
+    rows: Vec<f32>,
 }
 
 impl Run<'_> {
@@ -373,6 +452,7 @@ impl Run<'_> {
             if keep > self.output.len() {
                 return Err(format!("the mask wants to keep {keep} of {} tokens", self.output.len()));
             }
+            self.settle();
             self.output.truncate(keep);
             self.kv.truncate(self.request.prompt.len() + keep);
             self.send(Event::Rewind { keep });
@@ -387,20 +467,75 @@ impl Run<'_> {
             return Ok(true);
         }
         let total = self.request.prompt.len() + self.output.len();
+        if let Some(ahead) = &self.ahead {
+            let vocab = ahead.rows.len() / (ahead.draft.len() + 1);
+            let known = total - ahead.certain;
+            if known <= ahead.draft.len() && self.came_true(ahead) == known {
+                self.logits = ahead.rows[known * vocab..(known + 1) * vocab].to_vec();
+                return Ok(true);
+            }
+            self.settle();
+        }
         // After a rewind the KV may already hold everything; the last token is then evaluated again for its logits.
         self.kv.truncate(total - 1);
         let at = self.kv.len();
         let missing: Vec<u32> = self.request.prompt.iter().chain(&self.output).copied().skip(at).collect();
+        // The rows of a draft stand in one pass with the last certain token.
+        let draft = if missing.len() <= CHUNK / 2 { self.draft(total) } else { Vec::new() };
+        let rows: Vec<u32> = missing.iter().chain(&draft).copied().collect();
         let cancel = self.request.cancel.clone();
-        for chunk in missing.chunks(CHUNK) {
-            match model.forward(&mut self.kv, chunk, Logits::Last, &|| cancel.is_cancelled()) {
-                Ok(logits) => self.logits = logits,
-                Err(ModelError::Cancelled) => return Ok(false),
+        let mut logits = Vec::new();
+        for chunk in rows.chunks(CHUNK) {
+            let wanted = Logits::Tail(draft.len() + 1);
+            match model.forward(&mut self.kv, chunk, wanted, &|| cancel.is_cancelled()) {
+                Ok(tail) => logits = tail,
+                Err(ModelError::Cancelled) => {
+                    self.kv.truncate(total);
+                    return Ok(false);
+                }
                 Err(ModelError::Failed(why)) => return Err(why),
             }
         }
+        if draft.is_empty() {
+            self.logits = logits;
+        } else {
+            self.usage.drafted_tokens += draft.len();
+            self.logits = logits[..logits.len() / (draft.len() + 1)].to_vec();
+            self.ahead = Some(Ahead { certain: total, draft, rows: logits });
+        }
         self.usage.kv_bytes = self.usage.kv_bytes.max(self.kv.bytes() as u64);
         Ok(true)
+    }
+
+    /// A guess at what follows the `total` tokens that are certain, as far as the mask lets it and the limit has room for it.
+    fn draft(&mut self, total: usize) -> Vec<u32> {
+        let Some(drafter) = &mut self.drafter else { return Vec::new() };
+        let (prompt, output) = (&self.request.prompt, &self.output);
+        let token = |i: usize| if i < prompt.len() { prompt[i] } else { output[i - prompt.len()] };
+        let room = self.request.max_output_tokens.saturating_sub(output.len() + 1).min(CHUNK / 2);
+        let mut draft = drafter.draft(total, token, room);
+        if !draft.is_empty() {
+            let fits = self.request.mask.fits(&draft);
+            draft.truncate(fits);
+        }
+        draft
+    }
+
+    /// How many tokens of a draft stand in the output by now.
+    fn came_true(&self, ahead: &Ahead) -> usize {
+        let since = self.output[ahead.certain - self.request.prompt.len()..].iter();
+        since.zip(&ahead.draft).take_while(|(a, b)| a == b).count()
+    }
+
+    /// Takes what did not come true of a draft out of the KV.
+    fn settle(&mut self) {
+        let Some(ahead) = self.ahead.take() else { return };
+        let came_true = self.came_true(&ahead);
+        self.usage.accepted_tokens += came_true;
+        if let Some(drafter) = &mut self.drafter {
+            drafter.judge(ahead.draft.len(), came_true);
+        }
+        self.kv.truncate(ahead.certain + came_true);
     }
 
     fn send(&self, event: Event) {

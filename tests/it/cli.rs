@@ -381,6 +381,25 @@ fn a_session_is_found_by_its_folder_and_by_a_part_of_its_id() {
     assert_eq!(ids(), [first]);
 }
 
+#[test]
+fn kept_prefixes_can_be_listed_verified_and_cleared() {
+    let home = Home::new();
+    let none = home.ran(&["cache", "list"]);
+    assert!(none.code == Some(0) && none.out.starts_with("0 kept prefixes"), "{}{}", none.out, none.err);
+    assert_eq!(home.ran(&["cache", "verify"]).code, Some(0));
+    assert_eq!(home.ran(&["cache", "clear", "--json"]).json(), json!({"removed": 0, "bytes": 0}));
+    let folder = home.dir.path().join("home/kv");
+    fs::create_dir_all(&folder).unwrap();
+    fs::write(folder.join("0123456789abcdef-0123456789abcdef.kv"), "junk").unwrap();
+    fs::write(folder.join("of-somebody-else.txt"), "stays").unwrap();
+    let list = home.ran(&["cache", "list", "--json"]).json();
+    assert_eq!((list["prefixes"].as_array().unwrap().len(), list["unusable"].as_array().unwrap().len()), (0, 1));
+    let ran = home.ran(&["cache", "verify"]);
+    assert!(ran.code == Some(1) && ran.out.contains("WRONG: it is damaged"), "{}", ran.out);
+    assert_eq!(home.ran(&["cache", "clear"]).out, "removed 1 of the kept prefixes (4 B)\n");
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
+}
+
 /// A run that is under way: its first line has been read.
 struct Live {
     child: Child,

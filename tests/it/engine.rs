@@ -11,10 +11,14 @@ use tokio_util::sync::CancellationToken;
 use crate::tiny::{SMALL, write_gguf};
 
 fn engine(context_tokens: usize) -> Engine {
+    engine_with(context_tokens, true)
+}
+
+fn engine_with(context_tokens: usize, drafts: bool) -> Engine {
     let folder = tempfile::tempdir().unwrap();
     let path = write_gguf(&folder.path().join("tiny.gguf"), &SMALL, 11, GgmlDType::Q8_0);
     let model = Model::open(&path, Backend::cpu(), KvType::F16).unwrap();
-    Engine::start(model, Settings { context_tokens, cache_bytes: 64 << 20 }).unwrap()
+    Engine::start(model, Settings { context_tokens, cache_bytes: 64 << 20, store: None, drafts }).unwrap()
 }
 
 fn request(prompt: Vec<u32>, mask: impl Mask + 'static) -> Request {
@@ -206,4 +210,74 @@ fn a_panic_ends_the_request_and_is_said_ever_after() {
         let Err(Failure::Failed(why)) = run(&engine, request(prompt(5), Panicking)) else { panic!("it must fail") };
         assert!(why.contains("a fault in a mask"), "{why}");
     }
+}
+
+/// Lets the output go round in a pattern, and leave it at every `breaks`-th token, so that drafts come true in part.
+struct Circling {
+    pattern: Vec<u32>,
+    breaks: usize,
+    ids: Vec<u32>,
+}
+
+impl Mask for Circling {
+    fn forced(&mut self) -> Vec<u32> {
+        // Now and then what comes is known beforehand.
+        let at = self.ids.len();
+        if at % 31 == 30 { vec![self.pattern[at % self.pattern.len()], 3, 4] } else { Vec::new() }
+    }
+    fn allow(&mut self, logits: &mut [f32]) -> Result<(), String> {
+        let at = self.ids.len();
+        let pattern = self.pattern[at % self.pattern.len()];
+        let leaves = at % self.breaks == self.breaks - 1;
+        for (id, logit) in logits.iter_mut().enumerate() {
+            if (id as u32 == pattern) == leaves {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        Ok(())
+    }
+    fn accept(&mut self, token: u32) -> Result<Verdict, String> {
+        self.ids.push(token);
+        Ok(Verdict::Continue)
+    }
+}
+
+/// Greedy or drawn, with forced tokens and rewinds: the output, and what the next request finds, are the same.
+#[test]
+fn drafts_change_nothing_but_the_number_of_passes() {
+    let (with, without) = (engine_with(2048, true), engine_with(2048, false));
+    let (mut drafted, mut accepted) = (0, 0);
+    for case in 0..60u64 {
+        let mask = || -> Box<dyn Mask> {
+            let pattern = (0..3 + case as u32 % 7).map(|i| 20 + i).collect();
+            match case % 4 {
+                0 => Box::new(Unmasked),
+                1 => Box::new(Rewinding { keep: 5, until: 40, ids: Vec::new(), banned: None }),
+                2 => Box::new(Circling { pattern, breaks: 9 + case as usize % 5, ids: Vec::new() }),
+                _ => Box::new(Circling { pattern, breaks: 1000, ids: Vec::new() }),
+            }
+        };
+        let ask = |engine: &Engine| {
+            let prompt: Vec<u32> = prompt(30).into_iter().cycle().take(70 + case as usize).collect();
+            let sampling = Sampling {
+                temperature: if case % 3 == 0 { 0.0 } else { 0.7 },
+                top_k: 3,
+                seed: case,
+                ..Sampling::default()
+            };
+            let asked = Request { sampling, max_output_tokens: 120, mask: mask(), ..request(prompt, Unmasked) };
+            run(engine, asked).unwrap()
+        };
+        let (a, b) = (ask(&with), ask(&without));
+        assert_eq!((&a.ids, a.finish), (&b.ids, b.finish), "case {case}");
+        assert_eq!((b.usage.drafted_tokens, a.usage.sampled_tokens), (0, b.usage.sampled_tokens), "case {case}");
+        drafted += a.usage.drafted_tokens;
+        accepted += a.usage.accepted_tokens;
+        let next: Vec<u32> =
+            prompt(30).into_iter().cycle().take(70 + case as usize).chain(a.ids).chain([7, 8]).collect();
+        let (a, b) = (run(&with, request(next.clone(), Unmasked)), run(&without, request(next, Unmasked)));
+        let (a, b) = (a.unwrap(), b.unwrap());
+        assert_eq!((&a.ids, a.usage.cached_tokens), (&b.ids, b.usage.cached_tokens), "case {case}");
+    }
+    assert!(accepted > 1000 && accepted < drafted, "{accepted} of {drafted}");
 }

@@ -14,5 +14,6 @@ mod hub;
 mod readme;
 mod real;
 mod real_run;
+mod store;
 mod tidy;
 mod tiny;

@@ -43,6 +43,7 @@ fn run(line: &str, folder: &Path, model: &Path) -> String {
         .env("PATH", path)
         .env("COB_MODEL", model)
         .env("XDG_STATE_HOME", folder.join("state"))
+        .env("XDG_CACHE_HOME", folder.join("cache"))
         .env("CARGO_TARGET_DIR", folder.join("target"))
         .env("HF_ENDPOINT", "http://127.0.0.1:9")
         .current_dir(folder)
@@ -59,6 +60,9 @@ fn every_command_of_the_readme_runs() {
     let (Some(small), Some(default)) = (model_file(SMALL), model_file(DEFAULT)) else { return };
     let folder = tempfile::tempdir().unwrap();
     scratch(folder.path());
+    // The models of this machine, and a folder of our own for kept prefixes.
+    std::fs::create_dir_all(folder.path().join("cache/cob")).unwrap();
+    std::os::unix::fs::symlink(small.parent().unwrap(), folder.path().join("cache/cob/models")).unwrap();
     let mut ran = 0;
     for line in commands() {
         let from_source = line.strip_prefix("cargo run --release -- ");

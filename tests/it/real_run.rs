@@ -15,28 +15,25 @@ fn a_task_calls_a_tool_and_the_result_says_all_of_it() {
     let Some(model) = model_file(SMALL) else { return };
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("chào.txt"), "một\nhai\nba\n").unwrap();
-    let task = "Read the file chào.txt.";
-    let done = Command::new(env!("CARGO_BIN_EXE_cob"))
-        .args([
-            "run",
-            task,
-            "--output-format",
-            "json",
-            "--tool-choice",
-            "Read",
-            "--offline",
-            "--max-turns",
-            "6",
-            "--model",
-        ])
-        .arg(&model)
-        .current_dir(folder.path())
-        .env("XDG_STATE_HOME", folder.path().join("state"))
-        .output()
-        .unwrap();
-    let result: Value = serde_json::from_slice(&done.stdout).unwrap_or_else(|e| {
-        panic!("{e}: {} {}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr))
-    });
+    let run = || {
+        let task = "Read the file chào.txt.";
+        let flags =
+            ["--output-format", "json", "--tool-choice", "Read", "--offline", "--max-turns", "6", "--seed", "1"];
+        let done = Command::new(env!("CARGO_BIN_EXE_cob"))
+            .args(["run", task])
+            .args(flags)
+            .arg("--model")
+            .arg(&model)
+            .current_dir(folder.path())
+            .env("XDG_STATE_HOME", folder.path().join("state"))
+            .env("XDG_CACHE_HOME", folder.path().join("cache"))
+            .output()
+            .unwrap();
+        serde_json::from_slice::<Value>(&done.stdout).unwrap_or_else(|e| {
+            panic!("{e}: {} {}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr))
+        })
+    };
+    let result = run();
     assert_eq!(result["type"], "result");
     let call = &result["tool_calls"][0];
     assert_eq!((&call["name"], &call["outcome"]), (&"Read".into(), &"ok".into()), "{result:#}");
@@ -45,6 +42,11 @@ fn a_task_calls_a_tool_and_the_result_says_all_of_it() {
     assert_eq!(usage("prompt_tokens"), usage("cached_tokens") + usage("prefilled_tokens"));
     assert!(usage("forced_tokens") > 0 && usage("sampled_tokens") > 0 && usage("kv_bytes") > 0, "{result:#}");
     assert!(usage("cached_tokens") > usage("prefilled_tokens") / 2, "the second step finds the first: {result:#}");
+
+    // The next process finds on disk what this one computed of it, and does the same.
+    let again = run();
+    assert!(usage("restored_tokens") == 0 && again["usage"]["restored_tokens"].as_u64().unwrap() > 200, "{again:#}");
+    assert_eq!((&again["answer"], &again["turns"]), (&result["answer"], &result["turns"]));
 }
 
 /// Its file shows calls with doubled braces; the other files of the family do not.
