@@ -93,6 +93,7 @@ mod tests {
         drafter.judge(3, 3);
         assert_eq!(draft(&mut drafter, &[1, 2, 3, 4, 5, 6, 7, 1, 2, 3]), [4, 5, 6, 7, 1, 2, 3]);
         // The latest place counts.
+        let mut drafter = Drafter { rows: ROWS_MAX, ..Drafter::new() };
         assert_eq!(draft(&mut drafter, &[1, 2, 3, 4, 1, 2, 3, 9, 9, 1, 2, 3]), [9, 9, 1, 2, 3]);
         // After a rewind the places of what was taken back are not used.
         let mut drafter = Drafter::new();

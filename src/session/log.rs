@@ -545,7 +545,7 @@ fn summarise(path: &Path, id: &str) -> Summary {
         id: id.to_owned(),
         bytes: fs::metadata(path).map_or(0, |meta| meta.len()),
         live: open_file(path, OpenOptions::new().read(true))
-            .is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock))),
+            .is_ok_and(|file| matches!(lock(&file, path), Err(SessionError::Locked(_)))),
         started_ms: None,
         model: None,
         task: None,
