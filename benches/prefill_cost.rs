@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use cob::chat::qwen::ChatFormat;
-use cob::engine::{Engine, Event, Request, Settings, Unmasked};
-use cob::message::{Message, Sampling, Usage};
+use cob::engine::{Engine, Request, Settings};
+use cob::message::{Message, Usage};
 use cob::model::{Backend, KvType, Model};
 use criterion::{BenchmarkId, Criterion};
 
@@ -38,23 +38,7 @@ fn prompt(format: Option<&ChatFormat>, tools: usize, skills: usize, question: &s
 }
 
 fn prefill(engine: &Engine, (prompt, pinned): (Vec<u32>, usize)) -> Usage {
-    let mut events = engine.submit(Request {
-        prompt,
-        pinned,
-        mask: Box::new(Unmasked),
-        sampling: Sampling::default(),
-        stop_ids: Vec::new(),
-        max_output_tokens: 0,
-        cancel: Default::default(),
-    });
-    loop {
-        match events.blocking_recv() {
-            Some(Event::Finished(report)) => return report.usage,
-            Some(Event::Failed(why)) => panic!("{why:?}"),
-            Some(_) => {}
-            None => panic!("the engine ended"),
-        }
-    }
+    engine.run(Request { pinned, ..Request::greedy(prompt, 0) }).expect("the prompt is read").usage
 }
 
 /// (tools, skills) → (tokens, prefilled, milliseconds of each run), cold and cached.

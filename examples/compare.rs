@@ -9,6 +9,9 @@
 // A program of its own, outside of the library's rooms.
 #![allow(clippy::disallowed_methods)]
 
+#[path = "../benches/common/mod.rs"]
+mod common;
+
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -17,9 +20,9 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use cob::chat::mask::CallMask;
 use cob::chat::qwen::{ChatFormat, Options, Qwen, Store};
-use cob::engine::{Engine, Event, Mask, Report, Request, Settings, Unmasked};
+use cob::engine::{Engine, Event, Mask, Report, Request, Settings};
 use cob::hub::{Hub, HubSettings};
-use cob::message::{Message, Sampling, ToolChoice, ToolSpec};
+use cob::message::{Message, Sampling, ToolChoice};
 use cob::model::{Backend, KvType, Model};
 use serde_json::{Value, json};
 
@@ -94,20 +97,6 @@ const ROWS: &[Row] = &[
 /// 50 tools of five parameters, about 9,400 tokens; the question differs from that of the process that stored the prefix.
 const TOOLS: usize = 50;
 
-fn tool(i: usize) -> ToolSpec {
-    ToolSpec {
-        name: format!("search_tickets_{i}"),
-        description: "Search the ticket system and return the matching tickets, newest first. Use it when the user asks about bugs, requests or incidents.".into(),
-        parameters: json!({"type": "object", "properties": {
-            "query": {"type": "string", "description": "Words to search for in titles and bodies"},
-            "status": {"type": "string", "enum": ["open", "closed", "all"], "description": "Which tickets to include"},
-            "assignee": {"type": "string", "description": "Login of the person the ticket is assigned to"},
-            "limit": {"type": "integer", "description": "How many tickets to return at most"},
-            "include_comments": {"type": "boolean", "description": "Whether comments are returned as well"},
-        }, "required": ["query"], "additionalProperties": false}),
-    }
-}
-
 /// New ids in each process.
 fn fresh(n: usize) -> Vec<u32> {
     let mut state = cob::session::random_u64() | 1;
@@ -126,21 +115,9 @@ fn backend(threads: usize) -> Backend {
     backend
 }
 
-fn raw_request(prompt: Vec<u32>, pinned: usize, mask: Box<dyn Mask>, tokens: usize) -> Request {
-    Request {
-        prompt,
-        pinned,
-        mask,
-        sampling: Sampling::default(),
-        stop_ids: Vec::new(),
-        max_output_tokens: tokens,
-        cancel: Default::default(),
-    }
-}
-
 /// As [`run`], greedy and to the end.
 fn request(engine: &Engine, prompt: Vec<u32>, pinned: usize, mask: Box<dyn Mask>, tokens: usize) -> (f64, Report) {
-    run(engine, raw_request(prompt, pinned, mask, tokens))
+    run(engine, Request { pinned, mask, ..Request::greedy(prompt, tokens) })
 }
 
 /// Runs a request; the seconds until the first token, and the report.
@@ -182,25 +159,30 @@ fn measure(what: &str, path: &Path, a: &Arguments) -> Result<Value, Fault> {
     let model = Model::open(path, backend(a.threads), KvType::F16)?;
     let engine =
         Engine::start(model, Settings { context_tokens: 8192, cache_bytes: 64 << 20, store: None, drafts: false })?;
-    let run = |tokens: usize, out: usize| request(&engine, fresh(tokens), 0, Box::new(Unmasked), out).1.usage;
+    let run = |tokens: usize, out: usize| {
+        engine
+            .run(Request::greedy(fresh(tokens), out))
+            .map(|report| report.usage)
+            .map_err(|failure| format!("{failure:?}"))
+    };
     Ok(match (kind, &numbers[..]) {
         ("prefill", &[tokens]) => {
-            run(32, 1);
-            let usage = run(tokens, 1);
+            run(32, 1)?;
+            let usage = run(tokens, 1)?;
             json!(usage.prefilled_tokens as f64 * 1e3 / usage.prefill_ms)
         }
         ("decode", &[depth, tokens]) => {
             // The first token's logits come from the prefill.
-            let usage = run(depth, tokens + 1);
+            let usage = run(depth, tokens + 1)?;
             json!(tokens as f64 * 1e3 / usage.decode_ms)
         }
         ("start", &[tokens]) => {
-            request(&engine, fresh(tokens), 0, Box::new(Unmasked), 1);
+            run(tokens, 1)?;
             println!("first");
             json!(0)
         }
         ("memory", &[tokens]) => {
-            run(tokens, 1);
+            run(tokens, 1)?;
             json!(peak_bytes()?)
         }
         _ => return Err(format!("nothing is known of {what}").into()),
@@ -223,7 +205,7 @@ fn with_tools(path: &Path, a: &Arguments, kind: &str) -> Result<Value, Fault> {
     let qwen = Qwen::open(path, options)?;
     let warming = qwen.format().grammars.clone();
     let warm = std::thread::spawn(move || warming.warm());
-    let tools: Vec<ToolSpec> = (0..TOOLS).map(tool).collect();
+    let tools = common::tools(TOOLS);
     let format = qwen.format();
     let ask = |question: String, tokens: usize| -> Result<(f64, Report, Vec<u32>), Fault> {
         let prompt = format.prompt(&[Message::User { text: question }], &tools)?;
@@ -278,7 +260,7 @@ fn with_drafts(path: &Path, a: &Arguments, copying: bool) -> Result<Value, Fault
         let model = Model::open(path, backend(a.threads), KvType::F16)?;
         let settings = Settings { context_tokens: 4096, cache_bytes: 64 << 20, store: None, drafts };
         let engine = Engine::start(model, settings)?;
-        let mut request = raw_request(prompt.ids.clone(), 0, Box::new(Unmasked), 400);
+        let mut request = Request::greedy(prompt.ids.clone(), 400);
         request.stop_ids = format.grammars.stop_ids();
         if !copying {
             // A small model that is greedy goes round in circles, which is easily guessed.
@@ -402,7 +384,8 @@ fn main() -> Result<(), Fault> {
         let mut warm = Value::Null;
         for _ in 0..a.rounds {
             let (figures, start) = ours(&a, &path, "tools", Some(folder.path()))?;
-            (warm, _) = (figures, starts.push(start));
+            warm = figures;
+            starts.push(start);
         }
         let peer = match &python {
             Some(python) => {

@@ -16,7 +16,7 @@ use crate::chat::template::Prompt;
 use crate::context;
 use crate::hub::Folders;
 use crate::message::{Habits, Message, ToolSpec};
-use crate::session::{self, Event};
+use crate::session;
 use crate::tools::Tools;
 
 #[derive(Args)]
@@ -95,12 +95,14 @@ fn count_tools(args: &ToolsArgs) -> Result<String, Fault> {
             "tool {number}: there is a tool `{name}` before it; it is counted, but a run refuses the file"
         ));
     }
-    let (specs, left_out): (Vec<ToolSpec>, Vec<ToolSpec>) =
-        specs.into_iter().partition(|spec| grammar::check(spec).is_ok());
-    for spec in &left_out {
-        let why = grammar::check(spec).err().unwrap_or_default();
-        complain(&format!("the tool `{}` is left out here and in a run: {why}", spec.name));
-    }
+    let offered = |spec: &ToolSpec| match grammar::check(spec) {
+        Ok(()) => true,
+        Err(why) => {
+            complain(&format!("the tool `{}` is left out here and in a run: {why}", spec.name));
+            false
+        }
+    };
+    let specs: Vec<ToolSpec> = specs.into_iter().filter(offered).collect();
     let (template, _) = setup::load_template(&args.model, &Stop::new())?;
     let fault = |error: crate::chat::template::TemplateError| Fault::failed(error.to_string());
     let header = if specs.is_empty() { 0 } else { template.header_tokens().map_err(fault)? };
@@ -180,10 +182,7 @@ fn sizes(prompt: &Prompt) -> String {
 fn of_session(id: &str) -> Result<(Vec<Message>, Option<Vec<ToolSpec>>), Fault> {
     let dir = Folders::from_env()?.sessions;
     let log = session::read(&session::path(&dir, &session::find(&dir, id)?)?)?;
-    let tools = log.records.iter().rev().find_map(|record| match &record.event {
-        Event::Init { run, .. } | Event::Resumed { run } => Some(run.tools.clone()),
-        _ => None,
-    });
+    let tools = log.run().map(|run| run.tools.clone());
     Ok((context::messages(log.records.iter().map(|record| &record.event)), tools))
 }
 

@@ -1,7 +1,8 @@
 //! The front end: the one room that prints.
 //!
 //! Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 failed, 2 a usage error, 3 stopped
-//! by a limit, 4 refused before or instead of work, 130 interrupted, 143 terminated (SIGTERM, or SIGHUP: its terminal was closed).
+//! by a limit, 4 refused before or instead of work, 130 interrupted, 143 terminated (SIGTERM, SIGQUIT, or SIGHUP: its
+//! terminal was closed).
 
 mod approve;
 mod args;

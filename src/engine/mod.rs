@@ -81,6 +81,21 @@ pub struct Request {
     pub cancel: CancellationToken,
 }
 
+impl Request {
+    /// Greedy, unconstrained, without stop ids, nothing pinned.
+    pub fn greedy(prompt: Vec<u32>, max_output_tokens: usize) -> Self {
+        Request {
+            prompt,
+            pinned: 0,
+            mask: Box::new(Unmasked),
+            sampling: Sampling::default(),
+            stop_ids: Vec::new(),
+            max_output_tokens,
+            cancel: CancellationToken::new(),
+        }
+    }
+}
+
 #[derive(Debug)]
 pub enum Event {
     /// Prompt tokens evaluated, of those that were not cached.
@@ -189,6 +204,19 @@ impl Engine {
         receiver
     }
 
+    /// Runs a request to its end. Blocks the thread, so it is not for asynchronous code.
+    pub fn run(&self, request: Request) -> Result<Report, Failure> {
+        let mut events = self.submit(request);
+        loop {
+            match events.blocking_recv() {
+                Some(Event::Finished(report)) => return Ok(report),
+                Some(Event::Failed(failure)) => return Err(failure),
+                Some(_) => {}
+                None => return Err(Failure::Failed("the engine's thread has ended".into())),
+            }
+        }
+    }
+
     /// Forgets all prefixes, once the requests before it are done.
     pub fn clear_cache(&self) {
         let _ = self.jobs.send(Job::ClearCache);
@@ -278,8 +306,9 @@ impl Worker {
         let start = Instant::now();
         let mut kv = self.cache.lookup(&request.prompt, prompt_tokens - 1).unwrap_or_else(|| self.model.new_kv());
         let mut restored_tokens = 0;
+        // What this process has computed of the prompt is in memory; only what stands before all of that can be on disk alone.
         if let Some(store) = &mut self.store
-            && prompt_tokens > kv.len() + store.tokens_min()
+            && kv.len() < request.pinned.max(1)
             && let Some(found) = store.lookup(self.model.kv_shape(), &request.prompt, prompt_tokens - 1, kv.len())
         {
             restored_tokens = found.len() - kv.len();
@@ -489,10 +518,7 @@ impl Run<'_> {
             let wanted = Logits::Tail(draft.len() + 1);
             match model.forward(&mut self.kv, chunk, wanted, &|| cancel.is_cancelled()) {
                 Ok(tail) => logits = tail,
-                Err(ModelError::Cancelled) => {
-                    self.kv.truncate(total);
-                    return Ok(false);
-                }
+                Err(ModelError::Cancelled) => return Ok(false),
                 Err(ModelError::Failed(why)) => return Err(why),
             }
         }

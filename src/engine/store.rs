@@ -67,10 +67,6 @@ impl PrefixStore {
         PrefixStore { settings, notes: Vec::new(), bad: Vec::new(), writer: None }
     }
 
-    pub fn tokens_min(&self) -> usize {
-        self.settings.tokens_min
-    }
-
     pub fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)
     }
@@ -78,6 +74,9 @@ impl PrefixStore {
     /// The longest stored prefix of `ids`, at most `limit` tokens of it, if it is longer than `known` by enough to be worth it.
     /// Costs a look at the headers in the folder and, for a hit, one pass over the file.
     pub fn lookup(&mut self, shape: KvShape, ids: &[u32], limit: usize, known: usize) -> Option<Kv> {
+        if limit < known + self.settings.tokens_min {
+            return None;
+        }
         let mut best: Option<(usize, PathBuf)> = None;
         for path in files(&self.settings.dir).unwrap_or_default() {
             if !self.is_ours(&path) || self.bad.contains(&path) {

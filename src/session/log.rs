@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::event::{Event, FORMAT, LineFault, Record, RunInfo, parse_line};
 use super::id;
@@ -114,12 +114,12 @@ pub fn path(dir: &Path, id: &str) -> Result<PathBuf, SessionError> {
 /// The id of the session that `text` names: an id, or the beginning or the end of just one.
 pub fn find(dir: &Path, text: &str) -> Result<String, SessionError> {
     let exact = path(dir, text)?;
+    if exact.exists() {
+        return Ok(text.to_owned());
+    }
     let mut near: Vec<String> = ids(dir)?;
     near.retain(|id| id.starts_with(text) || id.ends_with(text));
     near.sort();
-    if near.iter().any(|id| id == text) || exact.exists() {
-        return Ok(text.to_owned());
-    }
     match near.as_slice() {
         [id] => Ok(id.clone()),
         [] => Err(SessionError::NotFound(exact)),
@@ -137,14 +137,10 @@ pub fn latest(dir: &Path, cwd: &Path) -> Result<Option<String>, SessionError> {
     // By the time of the last event, not of the first: what was resumed is newer than what began since.
     ids.sort_by_cached_key(|id| std::cmp::Reverse(path(dir, id).and_then(|path| modified(&path)).ok()));
     let works_here = |id: &String| {
-        let log = path(dir, id).and_then(|path| read(&path)).ok()?;
-        let run = log.records.iter().rev().find_map(|record| match &record.event {
-            Event::Init { run, .. } | Event::Resumed { run } => Some(run),
-            _ => None,
-        });
-        run.filter(|run| Path::new(&run.cwd) == cwd).map(drop)
+        let log = path(dir, id).and_then(|path| read(&path));
+        log.is_ok_and(|log| log.run().is_some_and(|run| Path::new(&run.cwd) == cwd))
     };
-    Ok(ids.into_iter().find(|id| works_here(id).is_some()))
+    Ok(ids.into_iter().find(works_here))
 }
 
 fn modified(path: &Path) -> Result<SystemTime, SessionError> {
@@ -181,6 +177,20 @@ pub struct Log {
     pub good_bytes: u64,
     /// The length of what follows them without a line end: half a line that a crash, or a writer just now, left.
     pub torn_bytes: u64,
+}
+
+impl Log {
+    /// With what the session runs, by the latest `init` or `resumed`.
+    pub fn run(&self) -> Option<&RunInfo> {
+        run_of(&self.records)
+    }
+}
+
+fn run_of(records: &[Record]) -> Option<&RunInfo> {
+    records.iter().rev().find_map(|record| match &record.event {
+        Event::Init { run, .. } | Event::Resumed { run } => Some(run),
+        _ => None,
+    })
 }
 
 /// Reads the file of a session and changes nothing. It may belong to a live session.
@@ -438,13 +448,7 @@ impl Session {
 
     /// With what the session runs, by the latest `init` or `resumed`.
     pub fn run(&self) -> &RunInfo {
-        self.events()
-            .rev()
-            .find_map(|event| match event {
-                Event::Init { run, .. } | Event::Resumed { run } => Some(run),
-                _ => None,
-            })
-            .expect("a session begins with `init`")
+        run_of(&self.records).expect("a session begins with `init`")
     }
 
     /// Whether the last task has no answer yet, not even one that was cut off, so that the session can go on without a
@@ -480,15 +484,21 @@ fn interrupted(call: &ToolCall, started: bool) -> ToolResult {
 /// The lock can be held for a moment by nobody who writes: a child of ours between `fork` and `exec` has the open file
 /// too, and `cob session list` tries the lock. So a locked file is tried again before it is refused.
 fn lock(file: &File, path: &Path) -> Result<(), SessionError> {
-    const TRIES: usize = 30;
-    for _ in 0..TRIES {
+    lock_within(file, path, Duration::from_millis(300))
+}
+
+fn lock_within(file: &File, path: &Path, patience: Duration) -> Result<(), SessionError> {
+    let begin = Instant::now();
+    loop {
         match file.try_lock() {
             Ok(()) => return Ok(()),
+            Err(TryLockError::WouldBlock) if begin.elapsed() >= patience => {
+                return Err(SessionError::Locked(path.to_owned()));
+            }
             Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(10)),
             Err(TryLockError::Error(error)) => return Err(io_error(path, "lock")(error)),
         }
     }
-    Err(SessionError::Locked(path.to_owned()))
 }
 
 fn create_private_dir(dir: &Path) -> io::Result<()> {
@@ -540,12 +550,15 @@ pub fn list(dir: &Path) -> Result<Vec<Summary>, SessionError> {
     Ok(summaries)
 }
 
+/// How long a list waits to tell a session in use from a child between `fork` and `exec`: once for each that is in use.
+const LOOK: Duration = Duration::from_millis(50);
+
 fn summarise(path: &Path, id: &str) -> Summary {
     let mut summary = Summary {
         id: id.to_owned(),
         bytes: fs::metadata(path).map_or(0, |meta| meta.len()),
         live: open_file(path, OpenOptions::new().read(true))
-            .is_ok_and(|file| matches!(lock(&file, path), Err(SessionError::Locked(_)))),
+            .is_ok_and(|file| matches!(lock_within(&file, path, LOOK), Err(SessionError::Locked(_)))),
         started_ms: None,
         model: None,
         task: None,

@@ -57,8 +57,7 @@ impl Tool for Edit {
 
 /// Small models leave `old_string` empty when they want to add a line at the end.
 fn nothing_to_replace(name: &str, bytes: &[u8]) -> String {
-    let text = String::from_utf8_lossy(bytes);
-    match text.lines().rev().find(|line| !line.trim().is_empty()).filter(|line| line.len() <= 200) {
+    match text::last_line(&String::from_utf8_lossy(bytes)) {
         Some(last) => format!(
             "old_string is empty. To add text at the end of {name}, give its last line as old_string, and as new_string that line, a \
              line break and the new text. The last line is: {last}"

@@ -22,6 +22,12 @@ pub(super) fn bounded(text: String, bytes_max: usize) -> String {
     format!("{kept}{}", note(text.len() - kept.len()))
 }
 
+/// The last line that has something on it, if it is short enough to be shown to the model.
+pub(super) fn last_line(text: &str) -> Option<&str> {
+    const BYTES_MAX: usize = 200;
+    text.lines().rev().find(|line| !line.trim().is_empty()).filter(|line| line.len() <= BYTES_MAX)
+}
+
 /// `1 line`, `2 lines`.
 pub(super) fn counted(count: usize, one: &str) -> String {
     match (count, one.strip_suffix("ch")) {

@@ -52,9 +52,6 @@ impl Tool for Write {
     }
 }
 
-/// A longer content is not said over again.
-const SHOWN_BYTES_MAX: usize = 200;
-
 fn write(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<String, String> {
     let Arguments { file_path, content } = arguments;
     let path = files::resolved(context, &file_path)?;
@@ -117,18 +114,19 @@ fn write(arguments: Arguments, context: &ToolContext, stop: &Stop) -> Result<Str
 /// it looks like a new version of the file, or Edit would not find the place.
 fn addition(file_path: &str, path: &Path, content: &str) -> Option<String> {
     const FILE_BYTES_MAX: u64 = 1 << 20;
-    if content.len() > SHOWN_BYTES_MAX || fs::metadata(path).ok()?.len() > FILE_BYTES_MAX {
+    /// A longer content is not said over again.
+    const CONTENT_BYTES_MAX: usize = 200;
+    if content.len() > CONTENT_BYTES_MAX || fs::metadata(path).ok()?.len() > FILE_BYTES_MAX {
         return None;
     }
     let text = fs::read_to_string(path).ok()?;
-    let lines =
-        |text: &'_ str| text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_owned).collect();
-    let (old, new): (Vec<String>, Vec<String>) = (lines(&text), lines(content));
-    let last = text.lines().rev().find(|line| !line.trim().is_empty())?;
-    if new.is_empty() || new.iter().any(|line| old.contains(line)) || text.matches(last).count() > 1 {
+    let last = text::last_line(&text)?;
+    let mut new = content.lines().map(str::trim).filter(|line| !line.is_empty()).peekable();
+    new.peek()?;
+    if new.any(|new| text.lines().any(|old| old.trim() == new)) || text.matches(last).count() > 1 {
         return None;
     }
     let new = format!("{last}\n{}", content.trim_end_matches('\n'));
     let arguments = json!({"file_path": file_path, "old_string": last, "new_string": new});
-    (last.len() <= SHOWN_BYTES_MAX).then(|| format!(" To add this at the end, call Edit with {arguments}."))
+    Some(format!(" To add this at the end, call Edit with {arguments}."))
 }

@@ -6,7 +6,6 @@ use candle_core::quantized::GgmlDType;
 use cob::engine::{Engine, Event, Failure, Mask, Report, Request, Settings, Unmasked, Verdict};
 use cob::message::{FinishReason, Sampling};
 use cob::model::{Backend, KvType, Model};
-use tokio_util::sync::CancellationToken;
 
 use crate::tiny::{SMALL, write_gguf};
 
@@ -22,26 +21,11 @@ fn engine_with(context_tokens: usize, drafts: bool) -> Engine {
 }
 
 fn request(prompt: Vec<u32>, mask: impl Mask + 'static) -> Request {
-    Request {
-        prompt,
-        pinned: 0,
-        mask: Box::new(mask),
-        sampling: Sampling::default(),
-        stop_ids: Vec::new(),
-        max_output_tokens: 20,
-        cancel: CancellationToken::new(),
-    }
+    Request { mask: Box::new(mask), ..Request::greedy(prompt, 20) }
 }
 
 fn run(engine: &Engine, request: Request) -> Result<Report, Failure> {
-    let mut events = engine.submit(request);
-    loop {
-        match events.blocking_recv().expect("the engine answers") {
-            Event::Finished(report) => return Ok(report),
-            Event::Failed(failure) => return Err(failure),
-            _ => {}
-        }
-    }
+    engine.run(request)
 }
 
 fn prompt(n: u32) -> Vec<u32> {

@@ -4,10 +4,8 @@ use std::path::{Path, PathBuf};
 
 use candle_core::quantized::GgmlDType;
 use cob::engine::store::{self, PrefixStore, StoreSettings};
-use cob::engine::{Engine, Event, KEPT_TOKENS_MIN, Report, Request, Settings, Unmasked};
-use cob::message::Sampling;
+use cob::engine::{Engine, KEPT_TOKENS_MIN, Report, Request, Settings};
 use cob::model::{Backend, Kv, KvType, Logits, Model};
-use tokio_util::sync::CancellationToken;
 
 use crate::tiny::{SMALL, write_gguf};
 
@@ -87,7 +85,7 @@ fn what_is_found_gives_the_same_bits() {
 
 /// A miss with a note, whatever is wrong with the file.
 #[track_caller]
-fn misses(dir: &Path, model: &Model, settings: StoreSettings, note: &str) {
+fn misses(model: &Model, settings: StoreSettings, note: &str) {
     let mut reader = PrefixStore::new(settings);
     let found = reader.lookup(model.kv_shape(), &ids(TOKENS + 1), TOKENS, 0);
     assert!(found.is_none(), "{note}");
@@ -96,7 +94,6 @@ fn misses(dir: &Path, model: &Model, settings: StoreSettings, note: &str) {
     // Said once.
     assert!(reader.lookup(model.kv_shape(), &ids(TOKENS + 1), TOKENS, 0).is_none());
     assert!(reader.take_notes().is_empty());
-    assert!(dir.exists());
 }
 
 #[test]
@@ -114,29 +111,29 @@ fn every_damage_is_a_miss_with_a_note() {
         let mut damaged = whole.clone();
         damaged[at] ^= 0x10;
         std::fs::write(&path, &damaged).unwrap();
-        misses(dir.path(), &model, settings(dir.path()), "damaged");
+        misses(&model, settings(dir.path()), "damaged");
         assert!(store::verify(&path).is_err(), "byte {at}");
     }
     for n in 0..100 {
         std::fs::write(&path, &whole[..length * n / 100]).unwrap();
-        misses(dir.path(), &model, settings(dir.path()), "damaged");
+        misses(&model, settings(dir.path()), "damaged");
     }
     std::fs::write(&path, [&whole[..], b"x"].concat()).unwrap();
-    misses(dir.path(), &model, settings(dir.path()), "damaged");
+    misses(&model, settings(dir.path()), "damaged");
     std::fs::remove_file(&path).unwrap();
     std::fs::create_dir(&path).unwrap();
-    misses(dir.path(), &model, settings(dir.path()), "cannot be read");
+    misses(&model, settings(dir.path()), "cannot be read");
     std::fs::remove_dir(&path).unwrap();
 
     // Whole, but of another model: under its own name it is not looked at, under ours it is seen.
     std::fs::write(&path, &whole).unwrap();
     let mut fingerprint = [7; 32];
     fingerprint[31] = 8;
-    misses(dir.path(), &model, StoreSettings { fingerprint, ..settings(dir.path()) }, "of another model");
+    misses(&model, StoreSettings { fingerprint, ..settings(dir.path()) }, "of another model");
     let mut reader = PrefixStore::new(StoreSettings { fingerprint: [8; 32], ..settings(dir.path()) });
     assert!(reader.lookup(model.kv_shape(), &ids(TOKENS + 1), TOKENS, 0).is_none() && reader.take_notes().is_empty());
     let other = self::model(KvType::F32);
-    misses(dir.path(), &other, settings(dir.path()), "of another shape");
+    misses(&other, settings(dir.path()), "of another shape");
 
     // A damaged file is written again by whoever computes the prefix.
     std::fs::write(&path, &whole[..length / 2]).unwrap();
@@ -239,22 +236,7 @@ fn engine(dir: &Path) -> Engine {
 }
 
 fn run(engine: &Engine, prompt: Vec<u32>, pinned: usize) -> Report {
-    let mut events = engine.submit(Request {
-        prompt,
-        pinned,
-        mask: Box::new(Unmasked),
-        sampling: Sampling::default(),
-        stop_ids: Vec::new(),
-        max_output_tokens: 20,
-        cancel: CancellationToken::new(),
-    });
-    loop {
-        match events.blocking_recv().expect("the engine answers") {
-            Event::Finished(report) => return report,
-            Event::Failed(failure) => panic!("{failure:?}"),
-            _ => {}
-        }
-    }
+    engine.run(Request { pinned, ..Request::greedy(prompt, 20) }).unwrap()
 }
 
 /// Three processes, one after the other: the first computes, the second finds the pinned prefix, the third a session's end.

@@ -47,6 +47,13 @@ impl Tier {
         let all = Self::available();
         let asked = std::env::var("COB_KERNEL_TIER").ok();
         let named = all.iter().find(|tier| asked.as_deref() == Some(tier.name()));
+        if let (Some(asked), None) = (&asked, named) {
+            let names: Vec<&str> = all.iter().map(|tier| tier.name()).collect();
+            tracing::warn!(
+                "COB_KERNEL_TIER={asked} is no tier of this machine, which has {}; the best is used",
+                names.join(", ")
+            );
+        }
         named.or(all.last()).copied().unwrap_or(Tier::Portable)
     }
 
