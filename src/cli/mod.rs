@@ -87,12 +87,13 @@ Exit codes:
 Environment:
   COB_MODEL                        the model, where --model names none
   COB_HOME                         one folder for models, sessions and settings
-  XDG_CACHE_HOME, XDG_STATE_HOME   models, sessions
+  XDG_CACHE_HOME, XDG_STATE_HOME   models and kept prefixes, sessions
   HF_HOME, HF_TOKEN, HF_ENDPOINT   the Hugging Face hub
   NO_COLOR, COB_LOG                plain text; what is logged (error, warn, info, debug, trace)
 
 Files:
-  ~/.cache/cob/models, ~/.local/state/cob/sessions, ~/.config/cob/config.toml (model = \"ID\")
+  ~/.cache/cob/models, ~/.cache/cob/kv (kept prefixes), ~/.local/state/cob/sessions,
+  ~/.config/cob/config.toml (model = \"ID\")
 
 Examples:
   cob run \"Which file defines parse_config?\"
