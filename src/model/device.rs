@@ -8,7 +8,7 @@ use candle_core::{D, DType, Device, Module, Tensor};
 use super::config::Config;
 use super::kv::{Kv, KvShape, KvType};
 use super::source::{Name, Source};
-use super::{Error, Logits, candle_error};
+use super::{Error, Logits, Part, candle_error};
 
 type Result<T, E = candle_core::Error> = std::result::Result<T, E>;
 
@@ -109,8 +109,24 @@ impl DeviceModel {
         self.config.kv_shape(self.kv_type)
     }
 
-    /// As the CPU model's `forward`.
-    pub fn forward(
+    /// One sequence after the other.
+    pub fn forward_batch(&mut self, parts: &mut [Part], cancelled: &dyn Fn() -> bool) -> Result<Vec<Vec<f32>>, Error> {
+        let mut out = Vec::with_capacity(parts.len());
+        for i in 0..parts.len() {
+            match self.forward(parts[i].kv, parts[i].ids, parts[i].logits, cancelled) {
+                Ok(logits) => out.push(logits),
+                Err(error) => {
+                    for part in &mut parts[..i] {
+                        part.kv.truncate(part.kv.len() - part.ids.len());
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(out)
+    }
+
+    fn forward(
         &mut self,
         kv: &mut Kv,
         ids: &[u32],

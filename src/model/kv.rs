@@ -213,6 +213,13 @@ impl Kv {
         blocks.iter_mut().enumerate().map(address).collect()
     }
 
+    /// Gives back the room that was made and not used.
+    pub(crate) fn drop_reserved(&mut self) {
+        if let Store::Blocks(blocks) = &mut self.store {
+            blocks.truncate(self.len.div_ceil(BLOCK));
+        }
+    }
+
     pub(crate) fn advance(&mut self, n: usize) {
         self.len += n;
     }

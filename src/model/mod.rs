@@ -29,6 +29,14 @@ pub enum Logits {
     All,
 }
 
+/// What one sequence has in a forward pass.
+pub struct Part<'a> {
+    pub kv: &'a mut Kv,
+    /// At least one; they stand at the positions after `kv`.
+    pub ids: &'a [u32],
+    pub logits: Logits,
+}
+
 #[derive(Debug)]
 pub enum Error {
     Cancelled,
@@ -142,12 +150,19 @@ impl Model {
         logits: Logits,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<Vec<f32>, Error> {
-        if ids.is_empty() {
+        let rows = self.forward_batch(&mut [Part { kv, ids, logits }], cancelled)?;
+        Ok(rows.into_iter().next().unwrap_or_default())
+    }
+
+    /// [`Model::forward`] for several sequences at once; the logits of each. On the CPU the weights are read once for all of them, and
+    /// each has the bits that it would have alone. After an error all are as they were.
+    pub fn forward_batch(&mut self, parts: &mut [Part], cancelled: &dyn Fn() -> bool) -> Result<Vec<Vec<f32>>, Error> {
+        if parts.iter().any(|part| part.ids.is_empty()) {
             return Err(Error::Failed("there is no token to evaluate".into()));
         }
         match &mut self.weights {
-            Weights::Cpu(model) => model.forward(kv, ids, logits, cancelled),
-            Weights::Device(model) => model.forward(kv, ids, logits, cancelled),
+            Weights::Cpu(model) => model.forward(parts, cancelled),
+            Weights::Device(model) => model.forward_batch(parts, cancelled),
         }
     }
 }

@@ -265,3 +265,129 @@ fn drafts_change_nothing_but_the_number_of_passes() {
     }
     assert!(accepted > 1000 && accepted < drafted, "{accepted} of {drafted}");
 }
+
+/// Requests of all kinds at the same time, more than run together: each has the output that it has alone.
+#[test]
+fn requests_that_run_together_change_nothing_for_each_other() {
+    let (together, alone) = (engine(2048), engine(2048));
+    let ask = |case: u64| {
+        let mask: Box<dyn Mask> = match case % 5 {
+            0 | 1 => Box::new(Unmasked),
+            2 => Box::new(Rewinding { keep: 5, until: 20 + case as usize, ids: Vec::new(), banned: None }),
+            3 => Box::new(Forcing { at: case as usize % 7, tokens: vec![9, 8, 7, 6], seen: 0 }),
+            _ => Box::new(Circling { pattern: vec![20, 21, 22], breaks: 10, ids: Vec::new() }),
+        };
+        let mut ids: Vec<u32> = prompt(30).into_iter().cycle().take(40 + 37 * case as usize).collect();
+        if case % 2 == 0 {
+            ids[0] = case as u32;
+        }
+        let sampling =
+            Sampling { temperature: if case % 3 == 0 { 0.0 } else { 0.7 }, seed: case, ..Sampling::default() };
+        Request { sampling, mask, max_output_tokens: 10 + 9 * case as usize, ..request(ids, Unmasked) }
+    };
+    let mut running: Vec<_> = (0..20).map(|case| together.submit(ask(case))).collect();
+    for (case, events) in running.iter_mut().enumerate() {
+        let mut streamed: Vec<u32> = Vec::new();
+        let report = loop {
+            match events.blocking_recv().unwrap() {
+                Event::Token { id, .. } => streamed.push(id),
+                Event::Rewind { keep } => streamed.truncate(keep),
+                Event::Finished(report) => break report,
+                Event::Failed(failure) => panic!("{failure:?}"),
+                Event::Prefill { .. } => {}
+            }
+        };
+        let expected = run(&alone, ask(case as u64)).unwrap();
+        assert_eq!((&report.ids, report.finish), (&expected.ids, expected.finish), "case {case}");
+        assert_eq!(streamed, report.ids, "case {case}");
+        let usage = &report.usage;
+        assert_eq!(usage.cached_tokens + usage.prefilled_tokens, usage.prompt_tokens, "case {case}");
+    }
+}
+
+/// Eight at once with one system prompt: it is prefilled once, and a fork of a sequence that is still being decoded prefills what is its own.
+#[test]
+fn what_runs_together_shares_its_prefix_and_a_live_sequence_can_be_forked() {
+    let engine = engine(4096);
+    let asked = |i: u32| {
+        let ids = prompt(500).into_iter().chain([i, i + 1, i + 2]).collect();
+        Request { pinned: 500, ..request(ids, Unmasked) }
+    };
+    let running: Vec<_> = (0..8).map(|i| engine.submit(asked(100 + i))).collect();
+    let mut prefilled = Vec::new();
+    for mut events in running {
+        while let Some(event) = events.blocking_recv() {
+            if let Event::Finished(report) = event {
+                prefilled.push(report.usage.prefilled_tokens);
+            }
+        }
+    }
+    assert_eq!(prefilled, [503, 3, 3, 3, 3, 3, 3, 3]);
+
+    let long = Request { max_output_tokens: 3000, ..request(prompt(70).into_iter().rev().collect(), Unmasked) };
+    let cancel = long.cancel.clone();
+    let mut events = engine.submit(long);
+    let mut output = Vec::new();
+    while output.len() < 40 {
+        if let Event::Token { id, .. } = events.blocking_recv().expect("it runs") {
+            output.push(id);
+        }
+    }
+    let known: Vec<u32> = prompt(70).into_iter().rev().chain(output.clone()).collect();
+    let fork = run(&engine, request(known.iter().copied().chain([5, 6, 7]).collect(), Unmasked)).unwrap();
+    assert!(fork.usage.prefilled_tokens <= 5, "{:?}", fork.usage);
+    cancel.cancel();
+    let report = loop {
+        if let Event::Finished(report) = events.blocking_recv().expect("it ends") {
+            break report;
+        }
+    };
+    assert_eq!(report.finish, FinishReason::Cancelled);
+    engine.clear_cache();
+    let cold = run(&engine, request(known.into_iter().chain([5, 6, 7]).collect(), Unmasked)).unwrap();
+    assert_eq!((cold.usage.cached_tokens, &cold.ids), (0, &fork.ids));
+    // The live one went on with its own tokens.
+    let whole: Vec<u32> = prompt(70).into_iter().rev().chain(report.ids[..report.ids.len() - 1].to_vec()).collect();
+    engine.clear_cache();
+    let follow = run(&engine, Request { max_output_tokens: 1, ..request(whole, Unmasked) }).unwrap();
+    assert_eq!(follow.ids, report.ids[report.ids.len() - 1..]);
+}
+
+struct Failing(usize);
+
+impl Mask for Failing {
+    fn forced(&mut self) -> Vec<u32> {
+        Vec::new()
+    }
+    fn allow(&mut self, _: &mut [f32]) -> Result<(), String> {
+        if self.0 == 0 { Err("nothing can come here".into()) } else { Ok(()) }
+    }
+    fn accept(&mut self, _: u32) -> Result<Verdict, String> {
+        self.0 -= 1;
+        Ok(Verdict::Continue)
+    }
+}
+
+#[test]
+fn one_that_fails_or_is_cancelled_leaves_the_others_alone() {
+    let engine = engine(2048);
+    let expected = run(&engine, request(prompt(90), Unmasked)).unwrap().ids;
+    engine.clear_cache();
+    let mut plain = engine.submit(request(prompt(90), Unmasked));
+    let mut failing = engine.submit(request(prompt(80), Failing(5)));
+    let cancelled = request(prompt(60), Unmasked);
+    cancelled.cancel.cancel();
+    let mut cancelled = engine.submit(cancelled);
+    let last = |events: &mut tokio::sync::mpsc::UnboundedReceiver<Event>| {
+        let mut last = None;
+        while let Some(event) = events.blocking_recv() {
+            last = Some(event);
+        }
+        last.expect("there is an end")
+    };
+    assert!(matches!(last(&mut failing), Event::Failed(Failure::Failed(why)) if why == "nothing can come here"));
+    let Event::Finished(report) = last(&mut cancelled) else { panic!("it ends") };
+    assert_eq!((report.finish, report.ids.len()), (FinishReason::Cancelled, 0));
+    let Event::Finished(report) = last(&mut plain) else { panic!("it ends") };
+    assert_eq!(report.ids, expected);
+}

@@ -4,7 +4,7 @@ use candle_core::quantized::{GgmlDType, gguf_file};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use cob::chat::qwen::ChatFormat;
-use cob::model::{Backend, Kv, KvType, Logits, Model, Source, Tier};
+use cob::model::{Backend, Kv, KvType, Logits, Model, Part, Source, Tier};
 
 use crate::tiny::{SMALL, Shape, write_gguf, write_gguf_with, write_safetensors};
 
@@ -296,6 +296,90 @@ fn a_position_has_the_same_bits_however_it_is_reached() {
             kv.truncate(80);
             let again = all_logits(&mut model, &mut kv, &ids[80..], &[9]);
             assert!(expected[80 * vocab..] == again, "{kind:?} after a rollback");
+        }
+    }
+}
+
+/// The real matrices' lengths, with an odd number of panels in the head: 1 to 70 rows in one pass, each tier, one and two threads.
+#[test]
+fn a_row_has_the_same_bits_among_one_to_seventy() {
+    let folder = tempfile::tempdir().unwrap();
+    use GgmlDType::*;
+    // K-quants come in blocks of 256, and 896 is no multiple of that.
+    for (kind, hidden, heads) in
+        [(Q4_0, 896, 14), (Q5_0, 896, 14), (Q8_0, 896, 14), (Q4K, 768, 12), (Q5K, 768, 12), (Q6K, 768, 12)]
+    {
+        let shape = Shape { vocab: 296, hidden, layers: 1, heads, kv_heads: 2, intermediate: 4864, tied: false };
+        let path = write_gguf(&folder.path().join("wide.gguf"), &shape, 8, kind);
+        let ids: Vec<u32> = (0..70).map(|i| (i * 31 + 7) % 290).collect();
+        let mut oracle = Model::open(&path, Backend::Cpu { tier: Tier::Portable, threads: 2 }, KvType::F16).unwrap();
+        let expected = oracle.forward(&mut oracle.new_kv(), &ids, Logits::All, &|| false).unwrap();
+        for tier in Tier::available().into_iter().filter(|&tier| tier != Tier::Portable) {
+            for threads in [1, 2] {
+                let mut model = Model::open(&path, Backend::Cpu { tier, threads }, KvType::F16).unwrap();
+                for n in 1..=70 {
+                    let rows = model.forward(&mut model.new_kv(), &ids[..n], Logits::All, &|| false).unwrap();
+                    assert!(rows == expected[..n * shape.vocab], "{kind:?}, {tier:?}, {threads} threads, {n} rows");
+                }
+            }
+        }
+    }
+}
+
+/// Several sequences in one pass, each with rows of its own and logits of its own, against each of them alone.
+#[test]
+fn a_sequence_has_the_same_bits_in_a_batch() {
+    let folder = tempfile::tempdir().unwrap();
+    use GgmlDType::*;
+    let passes: &[&[(usize, Logits)]] = &[
+        &[(1, Logits::Last), (1, Logits::Last), (1, Logits::Last), (1, Logits::Last)],
+        &[(3, Logits::Tail(2)), (64, Logits::None), (1, Logits::Last), (5, Logits::All)],
+        &[(1, Logits::Last), (1, Logits::Last)],
+        &[(70, Logits::Last), (1, Logits::All), (2, Logits::Tail(9))],
+        &[(1, Logits::None)],
+        &[(1, Logits::Last), (9, Logits::Tail(4)), (1, Logits::Last), (1, Logits::Last)],
+    ];
+    for (kind, backend) in [F32, F16, BF16, Q4_0, Q5_0, Q8_0, Q4K, Q5K, Q6K]
+        .into_iter()
+        .flat_map(|kind| [(kind, cpu(1)), (kind, cpu(2))])
+        .chain([(Q8_0, candle())])
+    {
+        let path = write_gguf(&folder.path().join("tiny.gguf"), &SMALL, 12, kind);
+        let mut model = Model::open(&path, backend, KvType::F16).unwrap();
+        let token = |sequence: usize, i: usize| ((sequence * 101 + i * 17 + 3) % 300) as u32;
+        // They begin at different depths, the second as a fork of the first.
+        let mut batched: Vec<Kv> = Vec::new();
+        for (sequence, depth) in [130usize, 130, 0, 7].into_iter().enumerate() {
+            let mut kv = model.new_kv();
+            let ids: Vec<u32> = (0..depth).map(|i| token(sequence.max(1), i)).collect();
+            if !ids.is_empty() && sequence != 1 {
+                model.forward(&mut kv, &ids, Logits::None, &|| false).unwrap();
+            }
+            batched.push(if sequence == 1 { batched[0].clone() } else { kv });
+        }
+        let mut alone = batched.clone();
+        for pass in passes {
+            let ids: Vec<Vec<u32>> = pass
+                .iter()
+                .enumerate()
+                .map(|(s, &(n, _))| (0..n).map(|i| token(s, 1000 + batched[s].len() + i)).collect())
+                .collect();
+            let expected: Vec<Vec<f32>> = pass
+                .iter()
+                .enumerate()
+                .map(|(s, &(_, logits))| model.forward(&mut alone[s], &ids[s], logits, &|| false).unwrap())
+                .collect();
+            let mut parts: Vec<Part> = batched
+                .iter_mut()
+                .zip(&ids)
+                .zip(*pass)
+                .map(|((kv, ids), &(_, logits))| Part { kv, ids, logits })
+                .collect();
+            let calls = std::cell::Cell::new(0);
+            let cancelled = || calls.replace(calls.get() + 1) == 2;
+            assert!(model.forward_batch(&mut parts, &cancelled).is_err(), "a pass that is given up changes nothing");
+            let rows = model.forward_batch(&mut parts, &|| false).unwrap();
+            assert!(rows == expected, "{kind:?}, pass {pass:?}");
         }
     }
 }

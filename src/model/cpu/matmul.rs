@@ -5,7 +5,7 @@
 
 use super::super::weight::WeightType;
 use super::packed::{GROUP, PANEL, Packed, group_bytes, header_bytes};
-use super::simd::Simd;
+use super::simd::{Lanes, Simd};
 
 /// Rows of activations as a matrix product wants them.
 #[derive(Default)]
@@ -108,11 +108,11 @@ pub(crate) unsafe fn quantize_row<S: Simd>(x: &[f32], to: RowsMut, r: usize) {
 }
 
 /// The codes of one group of a panel, unpacked: 8 vectors of 4 inputs × 8 outputs.
-type Codes<S> = [<S as Simd>::B; 8];
+type Codes<S> = [<S as Lanes>::B; 8];
 
 /// The scales of one group of a panel; what a kind does not use is left out by the compiler.
 #[derive(Clone, Copy)]
-struct Scales<S: Simd> {
+struct Scales<S: Lanes> {
     d: S::F,
     min: S::F,
     /// Q6_K: the scales of inputs 0..16 and 16..32, and both.
@@ -207,10 +207,10 @@ unsafe fn scales<S: Simd, const K: u8>(p: *const u8, block: *const u8) -> Scales
     }
 }
 
-/// `acc + (dot of one group) · scales`, for one row of activations and 8 outputs. The one definition of the arithmetic.
+/// `acc + (dot of one group) · scales`, for one row of activations and an output a lane. The one definition of the arithmetic.
 /// `a`: 32 codes, `scale`, `neg_sum`, `sums`: that group's.
 #[inline(always)]
-unsafe fn group<S: Simd, const K: u8>(
+unsafe fn group<S: Lanes, const K: u8>(
     w: &Codes<S>,
     s: &Scales<S>,
     a: *const i8,
@@ -292,10 +292,13 @@ unsafe impl Sync for Product<'_> {}
 /// Rows up to which the weights are unpacked in registers for each use; above, a panel is unpacked once into a buffer.
 const FUSED_ROWS: usize = 4;
 
-/// Unpacked group in the buffer: 8 vectors, 8 scales, 8 minima or 3 vectors of pairs.
-const UNPACKED_GROUP: usize = 256 + 32 + 96;
+/// Bytes of an unpacked group of a panel in the buffer: 8 vectors of codes, one of scales, one of minima or 3 of pairs.
+const UNPACKED_GROUP: usize = 12 * 32;
 
-/// Computes panels `from..to` of one product for rows `first..last` of `x`.
+/// Lanes of the longest vectors.
+const LANES_MAX: usize = 16;
+
+/// Computes panels `from..to` of one product for the first `rows` rows of `x`.
 ///
 /// # Safety
 /// The tier's CPU features; `product.out` covers the rows; no one else writes these panels' outputs.
@@ -303,23 +306,22 @@ const UNPACKED_GROUP: usize = 256 + 32 + 96;
 pub(crate) unsafe fn panels<S: Simd>(
     product: Product,
     x: &Rows,
-    first: usize,
-    last: usize,
+    rows: usize,
     from: usize,
     to: usize,
     buffer: &mut Vec<u8>,
 ) {
     unsafe {
         match product.weights.kind {
-            WeightType::Q4_0 => quantized::<S, Q4_0>(product, x, first, last, from, to, buffer),
-            WeightType::Q5_0 => quantized::<S, Q5_0>(product, x, first, last, from, to, buffer),
-            WeightType::Q8_0 => quantized::<S, Q8_0>(product, x, first, last, from, to, buffer),
-            WeightType::Q4K => quantized::<S, Q4K>(product, x, first, last, from, to, buffer),
-            WeightType::Q5K => quantized::<S, Q5K>(product, x, first, last, from, to, buffer),
-            WeightType::Q6K => quantized::<S, Q6K>(product, x, first, last, from, to, buffer),
-            WeightType::F32 => floats::<S, F32>(product, x, first, last, from, to),
-            WeightType::F16 => floats::<S, F16>(product, x, first, last, from, to),
-            WeightType::BF16 => floats::<S, BF16>(product, x, first, last, from, to),
+            WeightType::Q4_0 => quantized::<S, Q4_0>(product, x, rows, from, to, buffer),
+            WeightType::Q5_0 => quantized::<S, Q5_0>(product, x, rows, from, to, buffer),
+            WeightType::Q8_0 => quantized::<S, Q8_0>(product, x, rows, from, to, buffer),
+            WeightType::Q4K => quantized::<S, Q4K>(product, x, rows, from, to, buffer),
+            WeightType::Q5K => quantized::<S, Q5K>(product, x, rows, from, to, buffer),
+            WeightType::Q6K => quantized::<S, Q6K>(product, x, rows, from, to, buffer),
+            WeightType::F32 => floats::<S, F32>(product, x, rows, from, to),
+            WeightType::F16 => floats::<S, F16>(product, x, rows, from, to),
+            WeightType::BF16 => floats::<S, BF16>(product, x, rows, from, to),
         }
     }
 }
@@ -328,58 +330,69 @@ pub(crate) unsafe fn panels<S: Simd>(
 unsafe fn quantized<S: Simd, const K: u8>(
     product: Product,
     x: &Rows,
-    first: usize,
-    last: usize,
+    rows: usize,
     from: usize,
     to: usize,
     buffer: &mut Vec<u8>,
 ) {
     unsafe {
-        let groups = x.k / GROUP;
-        if last - first > FUSED_ROWS {
-            buffer.resize(groups * UNPACKED_GROUP + 32, 0);
+        if !S::WIDE || rows <= FUSED_ROWS {
+            for p in from..to {
+                let panel = product.weights.panel(p).as_ptr();
+                match rows {
+                    _ if !S::WIDE => (0..rows).for_each(|r| fused::<S, K, 1>(panel, product, x, r, p)),
+                    1 => fused::<S, K, 1>(panel, product, x, 0, p),
+                    2 => fused::<S, K, 2>(panel, product, x, 0, p),
+                    3 => fused::<S, K, 3>(panel, product, x, 0, p),
+                    4 => fused::<S, K, 4>(panel, product, x, 0, p),
+                    _ => {}
+                }
+            }
+            return;
         }
-        for p in from..to {
-            let panel = product.weights.panel(p).as_ptr();
-            if !S::WIDE || last - first <= FUSED_ROWS {
-                match last - first {
-                    _ if !S::WIDE => (first..last).for_each(|r| fused::<S, K, 1>(panel, product, x, r, p)),
-                    1 => fused::<S, K, 1>(panel, product, x, first, p),
-                    2 => fused::<S, K, 2>(panel, product, x, first, p),
-                    3 => fused::<S, K, 3>(panel, product, x, first, p),
-                    4 => fused::<S, K, 4>(panel, product, x, first, p),
-                    _ => {}
-                }
-                continue;
+        let side_by_side = S::Long::COUNT / PANEL;
+        buffer.resize(x.k / GROUP * UNPACKED_GROUP * side_by_side + 64, 0);
+        let unpacked = buffer.as_mut_ptr().add(buffer.as_ptr().align_offset(64));
+        for p in (from..to).step_by(side_by_side) {
+            let count = side_by_side.min(to - p);
+            for i in 0..count {
+                unpack_panel::<S, K>(product.weights.panel(p + i).as_ptr(), x.k, unpacked, i, side_by_side);
             }
-            let aligned = buffer.as_mut_ptr().add(buffer.as_ptr().align_offset(32));
-            for g in 0..groups {
-                let (at, block) = group_at::<K>(panel, g);
-                let (codes, scales) = (unpack::<S, K>(at), scales::<S, K>(at, block));
-                let out = aligned.add(g * UNPACKED_GROUP);
-                for (j, code) in codes.into_iter().enumerate() {
-                    S::store_b(out.add(32 * j), code);
-                }
-                S::store(out.add(256).cast(), scales.d);
-                match K {
-                    Q4K | Q5K => S::store(out.add(288).cast(), scales.min),
-                    Q6K => {
-                        out.add(288).cast::<S::W>().write_unaligned(scales.pairs.0);
-                        out.add(320).cast::<S::W>().write_unaligned(scales.pairs.1);
-                        out.add(352).cast::<S::W>().write_unaligned(scales.pairs.2);
-                    }
-                    _ => {}
-                }
-            }
-            let mut r = first;
-            while r + 4 <= last {
-                buffered::<S, K, 4>(aligned, product, x, r, p);
+            let outputs = count * PANEL;
+            let mut r = 0;
+            while r + 4 <= rows {
+                buffered::<S::Long, K, 4>(unpacked, product, x, r, p, outputs);
                 r += 4;
             }
-            match last - r {
-                1 => buffered::<S, K, 1>(aligned, product, x, r, p),
-                2 => buffered::<S, K, 2>(aligned, product, x, r, p),
-                3 => buffered::<S, K, 3>(aligned, product, x, r, p),
+            match rows - r {
+                1 => buffered::<S::Long, K, 1>(unpacked, product, x, r, p, outputs),
+                2 => buffered::<S::Long, K, 2>(unpacked, product, x, r, p, outputs),
+                3 => buffered::<S::Long, K, 3>(unpacked, product, x, r, p, outputs),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Unpacks a panel as the `i`-th of `n` that stand side by side: each vector of the buffer has the lanes of one after the other.
+#[inline(always)]
+unsafe fn unpack_panel<S: Simd, const K: u8>(panel: *const u8, k: usize, unpacked: *mut u8, i: usize, n: usize) {
+    unsafe {
+        for g in 0..k / GROUP {
+            let (at, block) = group_at::<K>(panel, g);
+            let (codes, scales) = (unpack::<S, K>(at), scales::<S, K>(at, block));
+            let vector = |j: usize| unpacked.add((g * UNPACKED_GROUP + 32 * j) * n + 32 * i);
+            for (j, code) in codes.into_iter().enumerate() {
+                S::store_b(vector(j), code);
+            }
+            S::store(vector(8).cast(), scales.d);
+            match K {
+                Q4K | Q5K => S::store(vector(9).cast(), scales.min),
+                Q6K => {
+                    vector(9).cast::<S::W>().write_unaligned(scales.pairs.0);
+                    vector(10).cast::<S::W>().write_unaligned(scales.pairs.1);
+                    vector(11).cast::<S::W>().write_unaligned(scales.pairs.2);
+                }
                 _ => {}
             }
         }
@@ -415,43 +428,46 @@ unsafe fn fused<S: Simd, const K: u8, const R: usize>(
             let (w, s) = (unpack::<S, K>(at), scales::<S, K>(at, block));
             step::<S, K, R>(&w, &s, x, first, g, &mut acc);
         }
-        finish::<S, R>(product, first, p, acc);
+        finish::<S, R>(product, first, p, PANEL, acc);
     }
 }
 
+/// R rows of the `outputs` outputs from panel `p` on, which are as many as there are lanes or fewer.
 #[inline(always)]
-unsafe fn buffered<S: Simd, const K: u8, const R: usize>(
+unsafe fn buffered<L: Lanes, const K: u8, const R: usize>(
     unpacked: *const u8,
     product: Product,
     x: &Rows,
     first: usize,
     p: usize,
+    outputs: usize,
 ) {
     unsafe {
         let groups = x.k / GROUP;
-        let mut acc = [S::splat(0.0); R];
-        let zero = S::splat_w(0);
+        let mut acc = [L::splat(0.0); R];
+        let zero = L::splat_w(0);
         for g in 0..groups {
-            let at = unpacked.add(g * UNPACKED_GROUP);
-            let w: Codes<S> = std::array::from_fn(|j| S::load_b(at.add(32 * j)));
+            let at = unpacked.add(g * (UNPACKED_GROUP / PANEL * L::COUNT));
+            let vector = |j: usize| at.add(4 * L::COUNT * j);
+            let w: Codes<L> = std::array::from_fn(|j| L::load_b(vector(j)));
             let s = Scales {
-                d: S::load(at.add(256).cast()),
-                min: if K == Q4K || K == Q5K { S::load(at.add(288).cast()) } else { S::splat(0.0) },
+                d: L::load(vector(8).cast()),
+                min: if K == Q4K || K == Q5K { L::load(vector(9).cast()) } else { L::splat(0.0) },
                 pairs: if K == Q6K {
-                    (S::load_w(at.add(288).cast()), S::load_w(at.add(320).cast()), S::load_w(at.add(352).cast()))
+                    (L::load_w(vector(9).cast()), L::load_w(vector(10).cast()), L::load_w(vector(11).cast()))
                 } else {
                     (zero, zero, zero)
                 },
             };
-            step::<S, K, R>(&w, &s, x, first, g, &mut acc);
+            step::<L, K, R>(&w, &s, x, first, g, &mut acc);
         }
-        finish::<S, R>(product, first, p, acc);
+        finish::<L, R>(product, first, p, outputs, acc);
     }
 }
 
 /// One group for R rows.
 #[inline(always)]
-unsafe fn step<S: Simd, const K: u8, const R: usize>(
+unsafe fn step<S: Lanes, const K: u8, const R: usize>(
     w: &Codes<S>,
     s: &Scales<S>,
     x: &Rows,
@@ -476,24 +492,25 @@ unsafe fn step<S: Simd, const K: u8, const R: usize>(
     }
 }
 
-/// Adds the bias and writes 8 outputs of R rows.
+/// Adds the bias and writes `outputs` outputs of R rows, from panel `p` on, as far as the matrix has them.
 #[inline(always)]
-unsafe fn finish<S: Simd, const R: usize>(product: Product, first: usize, p: usize, acc: [S::F; R]) {
+unsafe fn finish<L: Lanes, const R: usize>(product: Product, first: usize, p: usize, outputs: usize, acc: [L::F; R]) {
     unsafe {
         let n = p * PANEL;
-        let full = n + PANEL <= product.weights.n;
+        let outputs = outputs.min(product.weights.n - n);
+        let full = outputs == L::COUNT;
         for (r, acc) in acc.into_iter().enumerate() {
             let out = product.out.add((first + r) * product.stride + n);
             let acc = match product.bias {
-                Some(bias) if full => S::add(acc, S::load(bias.as_ptr().add(n))),
+                Some(bias) if full => L::add(acc, L::load(bias.as_ptr().add(n))),
                 _ => acc,
             };
             if full {
-                S::store(out, acc);
+                L::store(out, acc);
             } else {
-                let mut lanes = [0f32; PANEL];
-                S::store(lanes.as_mut_ptr(), acc);
-                for (i, lane) in lanes.into_iter().enumerate().take(product.weights.n - n) {
+                let mut lanes = [0f32; LANES_MAX];
+                L::store(lanes.as_mut_ptr(), acc);
+                for (i, lane) in lanes.into_iter().enumerate().take(outputs) {
                     *out.add(i) = lane + product.bias.map_or(0.0, |bias| bias[n + i]);
                 }
             }
@@ -518,20 +535,20 @@ unsafe fn load_weights<S: Simd, const T: u8>(panel: *const u8, i: usize) -> S::F
 
 /// Float weights: one chain of fused multiply-adds an output, over the inputs in order.
 #[inline(always)]
-unsafe fn floats<S: Simd, const T: u8>(product: Product, x: &Rows, first: usize, last: usize, from: usize, to: usize) {
+unsafe fn floats<S: Simd, const T: u8>(product: Product, x: &Rows, rows: usize, from: usize, to: usize) {
     unsafe {
         let mut p = from;
         while p < to {
             // Several chains at once hide the latency of one.
             let wide = S::WIDE && p + 4 <= to;
-            let mut r = first;
-            while r < last {
+            let mut r = 0;
+            while r < rows {
                 if !S::WIDE {
                     float_tile::<S, T, 1, 1>(product, x, r, p);
                     r += 1;
                     continue;
                 }
-                match (wide, last - r) {
+                match (wide, rows - r) {
                     (true, 1) => float_tile::<S, T, 1, 4>(product, x, r, p),
                     (true, 2) => float_tile::<S, T, 2, 4>(product, x, r, p),
                     (true, _) => float_tile::<S, T, 3, 4>(product, x, r, p),
@@ -539,7 +556,7 @@ unsafe fn floats<S: Simd, const T: u8>(product: Product, x: &Rows, first: usize,
                     (false, 2) => float_tile::<S, T, 2, 1>(product, x, r, p),
                     (false, _) => float_tile::<S, T, 3, 1>(product, x, r, p),
                 }
-                r += (last - r).min(3);
+                r += (rows - r).min(3);
             }
             p += if wide { 4 } else { 1 };
         }
@@ -567,7 +584,7 @@ unsafe fn float_tile<S: Simd, const T: u8, const R: usize, const P: usize>(
             }
         }
         for (i, acc) in acc.into_iter().enumerate() {
-            finish::<S, R>(product, first, p + i, acc);
+            finish::<S, R>(product, first, p + i, PANEL, acc);
         }
     }
 }

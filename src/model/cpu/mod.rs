@@ -23,9 +23,9 @@ use self::pool::Pool;
 use self::simd::{Avx2, Avx512};
 use self::simd::{Portable, Simd};
 use super::config::Config;
-use super::kv::{BLOCK, Kv, KvShape, KvType};
+use super::kv::{BLOCK, KvShape, KvType};
 use super::source::{Name, Source};
-use super::{Error, Logits};
+use super::{Error, Logits, Part};
 
 /// Which instructions the kernels use. Results are the same bits in every tier that exists today; a session records the
 /// tier all the same.
@@ -256,50 +256,57 @@ impl CpuModel {
         self.config.kv_shape(self.kv_type)
     }
 
-    /// Evaluates `ids` (at least one) at the positions after `kv`, appends their keys and values, and returns the logits
-    /// that were asked for. When `cancelled` says so between two layers, `kv` is as it was.
-    pub fn forward(
-        &mut self,
-        kv: &mut Kv,
-        ids: &[u32],
-        logits: Logits,
-        cancelled: &dyn Fn() -> bool,
-    ) -> Result<Vec<f32>, Error> {
-        assert_eq!(kv.shape(), &self.kv_shape(), "the KV is another model's");
-        let (rows, start) = (ids.len(), kv.len());
-        let c = self.config.clone();
-        self.embed(ids)?;
-        self.rope.grow(start + rows);
-        let blocks = kv.reserve(rows);
-        for i in 0..c.layers {
+    /// Evaluates each part's `ids` at the positions after its `kv`, appends their keys and values, and returns the logits
+    /// that were asked for. When `cancelled` says so between two layers, every `kv` is as it was.
+    pub fn forward(&mut self, parts: &mut [Part], cancelled: &dyn Fn() -> bool) -> Result<Vec<Vec<f32>>, Error> {
+        let shape = self.kv_shape();
+        assert!(parts.iter().all(|part| part.kv.shape() == &shape), "a KV is another model's");
+        let layers = self.config.layers;
+        self.embed(parts.iter().flat_map(|part| part.ids))?;
+        let end = parts.iter().map(|part| part.kv.len() + part.ids.len()).max().unwrap_or_default();
+        self.rope.grow(end);
+        let mut sequences = Vec::with_capacity(parts.len());
+        let mut rows = 0;
+        for part in parts.iter_mut() {
+            let (start, count) = (part.kv.len(), part.ids.len());
+            sequences.push(Sequence { first: rows, rows: count, start, blocks: part.kv.reserve(count) });
+            rows += count;
+        }
+        for i in 0..layers {
             if cancelled() {
-                kv.truncate(start);
+                // Room was made; the positions have not been counted.
+                parts.iter_mut().for_each(|part| part.kv.drop_reserved());
                 return Err(Error::Cancelled);
             }
-            self.attention_block(i, &blocks, start, rows);
+            self.attention_block(i, &sequences, rows);
             self.mlp_block(i, rows);
         }
-        let out = match logits {
-            Logits::None => Vec::new(),
-            Logits::Last => self.logits(rows - 1, rows),
-            Logits::Tail(n) => self.logits(rows - n.min(rows), rows),
-            Logits::All => self.logits(0, rows),
-        };
-        kv.advance(rows);
-        Ok(out)
+        let wanted: Vec<std::ops::Range<usize>> = sequences
+            .iter()
+            .zip(&*parts)
+            .map(|(s, part)| match part.logits {
+                Logits::None => s.first..s.first,
+                Logits::Last => s.first + s.rows - 1..s.first + s.rows,
+                Logits::Tail(n) => s.first + s.rows - n.min(s.rows)..s.first + s.rows,
+                Logits::All => s.first..s.first + s.rows,
+            })
+            .collect();
+        parts.iter_mut().for_each(|part| part.kv.advance(part.ids.len()));
+        Ok(self.logits(&wanted))
     }
 
-    fn embed(&mut self, ids: &[u32]) -> Result<(), Error> {
+    fn embed<'a>(&mut self, ids: impl Iterator<Item = &'a u32> + Clone) -> Result<(), Error> {
         let c = &self.config;
         let embedding = self.source.raw(Name::Embedding, c.vocab, c.hidden).map_err(Error::Failed)?;
         let bytes = embedding.kind.row_bytes(c.hidden);
+        let rows = ids.clone().count();
         let s = &mut self.scratch;
-        s.x.resize(ids.len() * c.hidden, 0.0);
-        s.delta.resize(ids.len() * c.hidden, 0.0);
-        s.qkv.resize(ids.len() * (c.heads + 2 * c.kv_heads) * c.head_dim, 0.0);
-        s.attended.resize(ids.len() * c.heads * c.head_dim, 0.0);
-        s.mlp.resize(ids.len() * 2 * c.intermediate, 0.0);
-        for (&id, x) in ids.iter().zip(s.x.chunks_exact_mut(c.hidden)) {
+        s.x.resize(rows * c.hidden, 0.0);
+        s.delta.resize(rows * c.hidden, 0.0);
+        s.qkv.resize(rows * (c.heads + 2 * c.kv_heads) * c.head_dim, 0.0);
+        s.attended.resize(rows * c.heads * c.head_dim, 0.0);
+        s.mlp.resize(rows * 2 * c.intermediate, 0.0);
+        for (&id, x) in ids.zip(s.x.chunks_exact_mut(c.hidden)) {
             let id = id as usize;
             if id >= c.vocab {
                 return Err(Error::Failed(format!("token id {id} is outside the vocabulary of {}", c.vocab)));
@@ -309,10 +316,10 @@ impl CpuModel {
         Ok(())
     }
 
-    fn attention_block(&mut self, i: usize, blocks: &[*mut u8], start: usize, rows: usize) {
+    fn attention_block(&mut self, i: usize, sequences: &[Sequence], rows: usize) {
         let (tier, c, shape) = (self.tier, self.config.clone(), self.kv_shape());
         let norm = Norm { weight: &self.layers[i].attention_norm, eps: c.rms_eps, add: i > 0 };
-        normed(&mut self.pool, tier, &mut self.scratch, self.floats, norm, 0, rows);
+        normed(&mut self.pool, tier, &mut self.scratch, self.floats, norm, rows);
 
         let dim = c.head_dim;
         let (q, kv) = (c.heads * dim, c.kv_heads * dim);
@@ -327,39 +334,48 @@ impl CpuModel {
             out: unsafe { out.add(offset) },
             stride,
         };
-        products(&mut self.pool, tier, &[product(0, 0), product(1, q), product(2, q + kv)], &s.rows, 0, rows);
+        products(&mut self.pool, tier, &[product(0, 0), product(1, q), product(2, q + kv)], &s.rows, rows);
 
         let qkv = Shared(out);
         let rope = &self.rope;
-        let block_at = Shared(blocks.as_ptr().cast_mut());
         by_rows(&mut self.pool, rows, &|r| {
+            let sequence = &sequences[sequences.partition_point(|s| s.first <= r) - 1];
+            let position = sequence.start + r - sequence.first;
             // SAFETY: each row is touched by one part.
-            let (row, block) = unsafe { (qkv.slice(r * stride, stride), block_at.slice((start + r) / BLOCK, 1)[0]) };
+            let row = unsafe { qkv.slice(r * stride, stride) };
+            let block = sequence.blocks[position / BLOCK];
             let (cos, sin) = {
-                let at = (start + r) * rope.half;
+                let at = position * rope.half;
                 (&rope.cos[at..at + rope.half], &rope.sin[at..at + rope.half])
             };
-            let (shape, layer_index, heads, position) = (&shape, i, c.heads, start + r);
+            let (shape, layer_index, heads) = (&shape, i, c.heads);
             in_tier!(tier, position_row(shape: &KvShape, layer_index: usize, heads: usize, row: &mut [f32], cos: &[f32], sin: &[f32], block: *mut u8, position: usize));
         });
 
-        let attention = Attention {
-            shape,
-            layer: i,
-            group: c.heads / c.kv_heads,
-            blocks,
-            start,
-            q: out,
-            q_stride: stride,
-            out: s.attended.as_mut_ptr(),
-            out_stride: q,
-        };
         const TILE: usize = 8;
-        let tiles = rows.div_ceil(TILE);
-        self.pool.run(tiles * c.kv_heads, &|part| {
-            // The last rows see most: they begin first, so that no thread is left with them at the end.
-            let (tile, head) = (tiles - 1 - part / c.kv_heads, part % c.kv_heads);
-            let (attention, first, last) = (&attention, tile * TILE, (tile * TILE + TILE).min(rows));
+        let mut tiles: Vec<(Attention, usize, usize)> = Vec::new();
+        for sequence in sequences {
+            let attention = Attention {
+                shape,
+                layer: i,
+                group: c.heads / c.kv_heads,
+                blocks: &sequence.blocks,
+                start: sequence.start,
+                // SAFETY: the sequence's first row, here and below.
+                q: unsafe { out.add(sequence.first * stride) },
+                q_stride: stride,
+                out: unsafe { s.attended.as_mut_ptr().add(sequence.first * q) },
+                out_stride: q,
+            };
+            for first in (0..sequence.rows).step_by(TILE) {
+                tiles.push((attention, first, (first + TILE).min(sequence.rows)));
+            }
+        }
+        // The rows that see most begin first, so that no thread is left with them at the end.
+        tiles.sort_by_key(|(attention, _, last)| std::cmp::Reverse(attention.start + last));
+        self.pool.run(tiles.len() * c.kv_heads, &|part| {
+            let ((attention, first, last), head) = (&tiles[part / c.kv_heads], part % c.kv_heads);
+            let (first, last) = (*first, *last);
             in_tier!(tier, attend_rows(attention: &Attention, head: usize, first: usize, last: usize));
         });
 
@@ -371,13 +387,13 @@ impl CpuModel {
             in_tier!(tier, quantize(x: &[f32], to: RowsMut, r: usize));
         });
         let product = Product { weights: &layer.output, bias: None, out: s.delta.as_mut_ptr(), stride: c.hidden };
-        products(&mut self.pool, tier, &[product], &s.rows, 0, rows);
+        products(&mut self.pool, tier, &[product], &s.rows, rows);
     }
 
     fn mlp_block(&mut self, i: usize, rows: usize) {
         let (tier, n, hidden) = (self.tier, self.config.intermediate, self.config.hidden);
         let norm = Norm { weight: &self.layers[i].mlp_norm, eps: self.config.rms_eps, add: true };
-        normed(&mut self.pool, tier, &mut self.scratch, self.floats, norm, 0, rows);
+        normed(&mut self.pool, tier, &mut self.scratch, self.floats, norm, rows);
 
         let s = &mut self.scratch;
         let layer = &self.layers[i];
@@ -389,7 +405,7 @@ impl CpuModel {
             out: unsafe { out.add(j * n) },
             stride: 2 * n,
         };
-        products(&mut self.pool, tier, &[product(0), product(1)], &s.rows, 0, rows);
+        products(&mut self.pool, tier, &[product(0), product(1)], &s.rows, rows);
 
         s.rows.resize(rows, n, self.floats);
         let (mlp, to) = (Shared(out), s.rows.view());
@@ -400,26 +416,45 @@ impl CpuModel {
             in_tier!(tier, swiglu_row(gate: &mut [f32], up: &[f32], to: RowsMut, r: usize));
         });
         let product = Product { weights: &layer.down, bias: None, out: s.delta.as_mut_ptr(), stride: hidden };
-        products(&mut self.pool, tier, &[product], &s.rows, 0, rows);
+        products(&mut self.pool, tier, &[product], &s.rows, rows);
     }
 
-    /// Logits of rows `first..last`: [last − first, vocab].
-    fn logits(&mut self, first: usize, last: usize) -> Vec<f32> {
+    /// Logits of ranges of rows that follow one another: for each [rows, vocab]. The residual stream is used up.
+    fn logits(&mut self, wanted: &[std::ops::Range<usize>]) -> Vec<Vec<f32>> {
+        let (hidden, vocab) = (self.config.hidden, self.config.vocab);
+        // They move to the front.
+        let mut rows = 0;
+        for range in wanted {
+            for values in [&mut self.scratch.x, &mut self.scratch.delta] {
+                values.copy_within(range.start * hidden..range.end * hidden, rows * hidden);
+            }
+            rows += range.len();
+        }
         let norm = Norm { weight: &self.norm, eps: self.config.rms_eps, add: true };
-        normed(&mut self.pool, self.tier, &mut self.scratch, self.floats, norm, first, last);
-        let vocab = self.config.vocab;
-        let mut out = vec![0f32; (last - first) * vocab];
-        // Rows of `x` before `first` have no place in `out`: the product starts at row `first`.
-        let product = Product {
-            weights: &self.head,
-            bias: None,
-            out: out.as_mut_ptr().wrapping_sub(first * vocab),
-            stride: vocab,
-        };
-        products(&mut self.pool, self.tier, &[product], &self.scratch.rows, first, last);
+        normed(&mut self.pool, self.tier, &mut self.scratch, self.floats, norm, rows);
+        let mut all = vec![0f32; rows * vocab];
+        let product = Product { weights: &self.head, bias: None, out: all.as_mut_ptr(), stride: vocab };
+        products(&mut self.pool, self.tier, &[product], &self.scratch.rows, rows);
+        let mut out: Vec<Vec<f32>> =
+            wanted.iter().rev().map(|range| all.split_off(all.len() - range.len() * vocab)).collect();
+        out.reverse();
         out
     }
 }
+
+/// Rows of a pass that are one sequence's.
+struct Sequence {
+    /// Of the pass.
+    first: usize,
+    rows: usize,
+    /// Position of the first row.
+    start: usize,
+    /// Addresses of its blocks from position 0 on.
+    blocks: Vec<*mut u8>,
+}
+
+// SAFETY: rows of different positions are written, each by one thread.
+unsafe impl Sync for Sequence {}
 
 struct Norm<'a> {
     weight: &'a [f32],
@@ -428,14 +463,13 @@ struct Norm<'a> {
     add: bool,
 }
 
-/// `x += delta`, norm, quantise: the input of the next products, for rows `first..rows`.
-fn normed(pool: &mut Pool, tier: Tier, s: &mut Scratch, floats: bool, norm: Norm, first: usize, rows: usize) {
+/// `x += delta`, norm, quantise: the input of the next products.
+fn normed(pool: &mut Pool, tier: Tier, s: &mut Scratch, floats: bool, norm: Norm, rows: usize) {
     let Norm { weight, eps, add } = norm;
     let hidden = weight.len();
     s.rows.resize(rows, hidden, floats);
     let (x, delta, to) = (Shared(s.x.as_mut_ptr()), Shared(s.delta.as_mut_ptr()), s.rows.view());
-    by_rows(pool, rows - first, &|r| {
-        let r = first + r;
+    by_rows(pool, rows, &|r| {
         // SAFETY: each row is touched by one part.
         let (x, delta) = unsafe { (x.slice(r * hidden, hidden), delta.slice(r * hidden, hidden)) };
         in_tier!(tier, norm_row(x: &mut [f32], delta: &mut [f32], add: bool, weight: &[f32], eps: f32, to: RowsMut, r: usize))
@@ -449,13 +483,17 @@ fn by_rows(pool: &mut Pool, rows: usize, f: &(dyn Fn(usize) + Sync)) {
 }
 
 /// Several products of the same activations, as one job.
-fn products(pool: &mut Pool, tier: Tier, products: &[Product], x: &Rows, first: usize, last: usize) {
+fn products(pool: &mut Pool, tier: Tier, products: &[Product], x: &Rows, rows: usize) {
+    if rows == 0 {
+        return;
+    }
     thread_local! {
         static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     }
     let total_panels: usize = products.iter().map(|p| p.weights.panels()).sum();
     // Small enough that no thread waits long for the last part, large enough that a part is worth a step of the counter.
-    let unit = (total_panels / (pool.threads() * 8)).clamp(1, 8);
+    // Even, for the longest vectors take two panels.
+    let unit = (total_panels / (pool.threads() * 8)).clamp(2, 8).next_multiple_of(2);
     let parts = |p: &Product| p.weights.panels().div_ceil(unit);
     let total: usize = products.iter().map(parts).sum();
     pool.run(total, &|mut part| {
@@ -464,7 +502,7 @@ fn products(pool: &mut Pool, tier: Tier, products: &[Product], x: &Rows, first: 
                 let (from, to) = (part * unit, ((part + 1) * unit).min(product.weights.panels()));
                 BUFFER.with_borrow_mut(|buffer| {
                     let product = *product;
-                    in_tier!(tier, panels(product: Product, x: &Rows, first: usize, last: usize, from: usize, to: usize, buffer: &mut Vec<u8>));
+                    in_tier!(tier, panels(product: Product, x: &Rows, rows: usize, from: usize, to: usize, buffer: &mut Vec<u8>));
                 });
                 return;
             }
@@ -483,16 +521,8 @@ fn pack_panel(tier: Tier, raw: &super::gguf::Raw, p: usize, out: &mut [u8]) {
 }
 
 #[inline(always)]
-unsafe fn panels<S: Simd>(
-    p: Product,
-    x: &Rows,
-    first: usize,
-    last: usize,
-    from: usize,
-    to: usize,
-    buffer: &mut Vec<u8>,
-) {
-    unsafe { matmul::panels::<S>(p, x, first, last, from, to, buffer) }
+unsafe fn panels<S: Simd>(p: Product, x: &Rows, rows: usize, from: usize, to: usize, buffer: &mut Vec<u8>) {
+    unsafe { matmul::panels::<S>(p, x, rows, from, to, buffer) }
 }
 
 #[inline(always)]
