@@ -153,6 +153,9 @@ fn measure(what: &str, path: &Path, a: &Arguments) -> Result<Value, Fault> {
     if let "memory-tools" | "tools" = kind {
         return with_tools(path, a, kind);
     }
+    if kind == "batch" {
+        return batched(path, a, numbers.first().copied().unwrap_or(1));
+    }
     if let "copying" | "free" = kind {
         return with_drafts(path, a, kind == "copying");
     }
@@ -236,6 +239,41 @@ fn with_tools(path: &Path, a: &Arguments, kind: &str) -> Result<Value, Fault> {
         "new_question_ms": next * 1e3,
         "new_question_prefilled": other.usage.prefilled_tokens,
         "ids": ids,
+    }))
+}
+
+/// Tokens a second of so many sequences that are decoded together, and of the same one after another, and whether the outputs agree.
+/// Their prompts are in the cache in both cases.
+fn batched(path: &Path, a: &Arguments, sequences: usize) -> Result<Value, Fault> {
+    let model = Model::open(path, backend(a.threads), KvType::F16)?;
+    let settings = Settings { context_tokens: 4096, cache_bytes: 1 << 30, store: None, drafts: false };
+    let engine = Engine::start(model, settings)?;
+    let prompts: Vec<Vec<u32>> = (0..sequences).map(|_| fresh(100)).collect();
+    for prompt in &prompts {
+        request(&engine, prompt.clone(), 0, Box::new(cob::engine::Unmasked), 1);
+    }
+    let ask = |prompt: &Vec<u32>| engine.submit(Request::greedy(prompt.clone(), 96));
+    let finish = |mut events: tokio::sync::mpsc::UnboundedReceiver<Event>| loop {
+        match events.blocking_recv() {
+            Some(Event::Finished(report)) => return report.ids,
+            Some(Event::Failed(failure)) => panic!("{failure:?}"),
+            Some(_) => {}
+            None => panic!("the engine ended"),
+        }
+    };
+    let begin = Instant::now();
+    let running: Vec<_> = prompts.iter().map(ask).collect();
+    let together: Vec<Vec<u32>> = running.into_iter().map(finish).collect();
+    let together_s = begin.elapsed().as_secs_f64();
+    let begin = Instant::now();
+    let single: Vec<Vec<u32>> = prompts.iter().map(|prompt| finish(ask(prompt))).collect();
+    let single_s = begin.elapsed().as_secs_f64();
+    let tokens: usize = single.iter().map(Vec::len).sum();
+    Ok(json!({
+        "sequences": sequences,
+        "together_tokens_per_s": tokens as f64 / together_s,
+        "single_tokens_per_s": tokens as f64 / single_s,
+        "same": together == single,
     }))
 }
 
@@ -412,21 +450,31 @@ fn main() -> Result<(), Fault> {
         warm.as_object_mut().and_then(|figures| figures.remove("ids"));
         results.insert("tools".into(), json!({"first_process_s": cold_start, "second_process_s": starts, "warm": warm, "llama_cpp_prompt_s": peer}));
     }
-    for (name, what, goal) in [("drafts-copying", "copying", "≥ 1.5"), ("drafts-free", "free", "≥ 0.97")] {
+    // Pairs of ours: what an improvement does, and that it changes nothing.
+    for (name, what, goal, with, without) in [
+        ("drafts-copying", "copying", "≥ 1.5", "drafts", "plain"),
+        ("drafts-free", "free", "≥ 0.97", "drafts", "plain"),
+        ("batch-4", "batch 4", "≥ 2", "together", "single"),
+        ("batch-8", "batch 8", "", "together", "single"),
+    ] {
         if !wanted(name) {
             continue;
         }
         let runs = (0..a.rounds).map(|_| ours(&a, &path, what, None).map(|(figures, _)| figures));
         let runs: Vec<Value> = runs.collect::<Result<_, _>>()?;
-        let of = |key: &str| median(runs.iter().filter_map(|run| run[key].as_f64()).collect()).unwrap_or_default();
-        let ratio = |run: &Value| Some(run["drafts_tokens_per_s"].as_f64()? / run["plain_tokens_per_s"].as_f64()?);
+        let rate = |run: &Value, of: &str| run[format!("{of}_tokens_per_s")].as_f64();
+        let of = |of: &str| median(runs.iter().filter_map(|run| rate(run, of)).collect()).unwrap_or_default();
+        let ratio = |run: &Value| Some(rate(run, with)? / rate(run, without)?);
         let ratio = median(runs.iter().filter_map(ratio).collect()).unwrap_or_default();
         if runs.iter().any(|run| run["same"] != true) {
-            return Err(format!("{name}: the output with drafts is another one").into());
+            return Err(format!("{name}: the outputs differ").into());
         }
         if !a.json {
-            let (on, off) = (of("drafts_tokens_per_s"), of("plain_tokens_per_s"));
-            println!("{name:<16} {on:>6.1} tok/s with drafts, {off:>6.1} without, ratio {ratio:.2}  {goal}");
+            println!(
+                "{name:<16} {:>6.1} tok/s {with}, {:>6.1} {without}, ratio {ratio:.2}  {goal}",
+                of(with),
+                of(without)
+            );
         }
         results.insert(name.into(), json!({"runs": runs, "median_ratio": ratio, "goal": goal}));
     }
