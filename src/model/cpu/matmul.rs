@@ -290,7 +290,7 @@ unsafe impl Send for Product<'_> {}
 unsafe impl Sync for Product<'_> {}
 
 /// Rows up to which the weights are unpacked in registers for each use; above, a panel is unpacked once into a buffer.
-const FUSED_ROWS: usize = 4;
+const FUSED_ROWS: usize = 8;
 
 /// Bytes of an unpacked group of a panel in the buffer: 8 vectors of codes, one of scales, one of minima or 3 of pairs.
 const UNPACKED_GROUP: usize = 12 * 32;
@@ -339,13 +339,16 @@ unsafe fn quantized<S: Simd, const K: u8>(
         if !S::WIDE || rows <= FUSED_ROWS {
             for p in from..to {
                 let panel = product.weights.panel(p).as_ptr();
-                match rows {
-                    _ if !S::WIDE => (0..rows).for_each(|r| fused::<S, K, 1>(panel, product, x, r, p)),
-                    1 => fused::<S, K, 1>(panel, product, x, 0, p),
-                    2 => fused::<S, K, 2>(panel, product, x, 0, p),
-                    3 => fused::<S, K, 3>(panel, product, x, 0, p),
-                    4 => fused::<S, K, 4>(panel, product, x, 0, p),
-                    _ => {}
+                let mut r = 0;
+                while r < rows {
+                    match rows - r {
+                        _ if !S::WIDE => fused::<S, K, 1>(panel, product, x, r, p),
+                        1 => fused::<S, K, 1>(panel, product, x, r, p),
+                        2 => fused::<S, K, 2>(panel, product, x, r, p),
+                        3 => fused::<S, K, 3>(panel, product, x, r, p),
+                        _ => fused::<S, K, 4>(panel, product, x, r, p),
+                    }
+                    r += if S::WIDE { (rows - r).min(4) } else { 1 };
                 }
             }
             return;
