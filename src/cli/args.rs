@@ -54,6 +54,9 @@ pub enum Device {
 pub enum KvType {
     F32,
     F16,
+    /// Half the memory of f16; on the CPU only
+    #[value(name = "q8_0")]
+    Q8,
 }
 
 /// How tokens are drawn.

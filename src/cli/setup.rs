@@ -397,6 +397,7 @@ fn load_qwen(found: &hub::Model, options: &ModelOptions) -> Result<(Arc<dyn Lang
     let kv_type = match options.kv_type {
         super::args::KvType::F16 => model::KvType::F16,
         super::args::KvType::F32 => model::KvType::F32,
+        super::args::KvType::Q8 => model::KvType::Q8_0,
     };
     let shape = config.kv_shape(kv_type);
     if let Some(asked) = options.context_tokens.filter(|&asked| asked > config.context) {

@@ -238,7 +238,7 @@ impl Header {
         body.extend((self.len as u32).to_le_bytes());
         body.extend(self.fingerprint);
         let KvShape { layers, kv_heads, head_dim, kind } = self.shape;
-        for number in [layers, kv_heads, head_dim, kind.bytes(), self.ids.len()] {
+        for number in [layers, kv_heads, head_dim, kind_number(kind), self.ids.len()] {
             body.extend((number as u32).to_le_bytes());
         }
         self.ids.iter().for_each(|id| body.extend(id.to_le_bytes()));
@@ -274,6 +274,7 @@ impl Header {
         // Behind the checksum everything is as it was written.
         let word = |i: usize| u32::from_le_bytes(body[36 + 4 * i..40 + 4 * i].try_into().expect("four bytes")) as usize;
         let kind = match word(3) {
+            1 => KvType::Q8_0,
             2 => KvType::F16,
             4 => KvType::F32,
             _ => return Err(Fault::Foreign("version")),
@@ -470,4 +471,13 @@ pub fn clear(dir: &Path) -> io::Result<(usize, u64)> {
         }
     }
     Ok((count, bytes))
+}
+
+/// The type in a file's header: the whole bytes of an element.
+fn kind_number(kind: KvType) -> usize {
+    match kind {
+        KvType::Q8_0 => 1,
+        KvType::F16 => 2,
+        KvType::F32 => 4,
+    }
 }

@@ -53,6 +53,9 @@ impl Weight {
 impl DeviceModel {
     /// `exact`: every matrix is dequantised to f32, the definition of the file's meaning (and four times its memory).
     pub fn load(source: Source, config: Config, device: Device, kv_type: KvType, exact: bool) -> Result<Self, String> {
+        if kv_type == KvType::Q8_0 {
+            return Err("keys and values of type q8_0 are for the CPU only; use f16 (--kv-type f16)".into());
+        }
         let c = &config;
         let fail = |e: candle_core::Error| format!("the weights do not go to the device: {}", candle_error(&e));
         let matrix = |name: Name, n: usize, k: usize| -> Result<Weight, String> {
@@ -240,8 +243,8 @@ impl DeviceModel {
         let q = candle_nn::rotary_emb::rope(&heads(0, c.heads)?, cos, sin)?;
         let k = candle_nn::rotary_emb::rope(&heads(1, c.kv_heads)?, cos, sin)?;
         let dtype = match self.kv_type {
-            KvType::F16 => DType::F16,
             KvType::F32 => DType::F32,
+            _ => DType::F16,
         };
         let stored = |t: Tensor| t.squeeze(0)?.to_dtype(dtype);
         let (k, v) = kv.append(i, stored(k)?, stored(heads(2, c.kv_heads)?)?)?;

@@ -4,7 +4,8 @@
 //! rollback and a branch cost no prefill and almost no memory.
 //!
 //! Within a block, for each layer and KV head: K as `[8 tiles of 8 positions][dim][8]`, then V as
-//! `[dim / 8][64 positions][8]`: attention reads both from front to back.
+//! `[dim / 8][64 positions][8]`: attention reads both from front to back. With 8-bit codes the scales follow them, of K as
+//! `[8 tiles][dim / 32][8]`, of V as `[dim / 32][64 positions]`.
 
 use std::sync::Arc;
 
@@ -21,35 +22,36 @@ pub enum KvType {
     #[default]
     F16,
     F32,
+    /// Signed bytes, with an f16 scale for every 32 elements of a position; a head's length must be a multiple of 32. On the CPU only.
+    Q8_0,
 }
 
-impl KvType {
-    pub const fn bytes(self) -> usize {
-        match self {
-            KvType::F16 => 2,
-            KvType::F32 => 4,
-        }
-    }
-}
+/// Elements of a head that share a scale in [`KvType::Q8_0`].
+pub const SCALED: usize = 32;
 
 /// The shape that all blocks of a model share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShape {
     pub layers: usize,
     pub kv_heads: usize,
-    /// A multiple of 8.
+    /// A multiple of 8, and of 32 for [`KvType::Q8_0`].
     pub head_dim: usize,
     pub kind: KvType,
 }
 
 impl KvShape {
-    /// Elements of K (or of V) of one layer and head in a block.
-    pub const fn head_len(&self) -> usize {
-        BLOCK * self.head_dim
+    /// Bytes of K (or of V) of one layer and head in a block.
+    pub const fn head_bytes(&self) -> usize {
+        let elements = BLOCK * self.head_dim;
+        match self.kind {
+            KvType::F16 => 2 * elements,
+            KvType::F32 => 4 * elements,
+            KvType::Q8_0 => elements + elements / SCALED * 2,
+        }
     }
 
     pub const fn block_bytes(&self) -> usize {
-        self.layers * self.kv_heads * 2 * self.head_len() * self.kind.bytes()
+        self.layers * self.kv_heads * 2 * self.head_bytes()
     }
 
     /// Bytes for `tokens` positions, whole blocks counted.
@@ -57,9 +59,9 @@ impl KvShape {
         tokens.div_ceil(BLOCK) * self.block_bytes()
     }
 
-    /// Byte offset of K of `(layer, head)` in a block; V follows after `head_len` elements.
+    /// Byte offset of K of `(layer, head)` in a block; V follows after `head_bytes`.
     pub const fn offset(&self, layer: usize, head: usize) -> usize {
-        (layer * self.kv_heads + head) * 2 * self.head_len() * self.kind.bytes()
+        (layer * self.kv_heads + head) * 2 * self.head_bytes()
     }
 }
 

@@ -271,7 +271,7 @@ fn a_position_has_the_same_bits_however_it_is_reached() {
     let folder = tempfile::tempdir().unwrap();
     use GgmlDType::*;
     for kind in [F32, F16, BF16, Q4_0, Q5_0, Q8_0, Q4K, Q5K, Q6K] {
-        for kv_type in [KvType::F16, KvType::F32] {
+        for kv_type in [KvType::F16, KvType::F32, KvType::Q8_0] {
             let path = write_gguf(&folder.path().join("tiny.gguf"), &SMALL, 5, kind);
             let ids: Vec<u32> = (0..150).map(|i| (i * 31 + 7) % 300).collect();
             let mut model = Model::open(&path, cpu(1), kv_type).unwrap();

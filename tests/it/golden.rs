@@ -73,7 +73,8 @@ fn steps(rows: &[Vec<f64>]) -> Vec<Step> {
     rows.iter().map(top).collect()
 }
 
-fn check(what: &str, rows: &[Vec<f64>], expected: &[Step]) {
+/// `bound`: of the mean difference.
+fn check(what: &str, rows: &[Vec<f64>], expected: &[Step], bound: f64) {
     assert_eq!(rows.len(), expected.len());
     assert!(rows.len() > 180);
     let best = |row: &[f64]| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap() as u32;
@@ -84,7 +85,7 @@ fn check(what: &str, rows: &[Vec<f64>], expected: &[Step]) {
     let (top1, mean) = (agree as f64 / rows.len() as f64, diffs.sum::<f64>() / count as f64);
     println!("{what}: {} steps, top-1 {top1:.4}, mean |Δ log p| {mean:.4}", rows.len());
     assert!(top1 >= 0.97, "{what}: top-1 agreement {top1}");
-    assert!(mean <= 0.08, "{what}: mean |Δ log p| {mean}");
+    assert!(mean <= bound, "{what}: mean |Δ log p| {mean}");
 }
 
 /// Against llama.cpp's values, and against an f32 pass over the dequantised file that takes no shortcut.
@@ -93,23 +94,25 @@ fn check_file(id: &str, golden: &str, kv_types: &[KvType]) {
     let golden = Golden::parse(golden);
     let exact = Backend::Candle { device: candle_core::Device::Cpu, exact: true };
     let exact = golden.run(&path, exact, KvType::F32);
-    check(&format!("{id}, exact f32, against llama.cpp"), &exact, &golden.steps);
+    check(&format!("{id}, exact f32, against llama.cpp"), &exact, &golden.steps, 0.08);
     let exact = steps(&exact);
     for &kv in kv_types {
         let ours = golden.run(&path, Backend::cpu(), kv);
-        check(&format!("{id}, {kv:?} KV, against llama.cpp"), &ours, &golden.steps);
-        check(&format!("{id}, {kv:?} KV, against exact f32"), &ours, &exact);
+        // Keys and values of 8 bits add to the rounding of the activations.
+        let bound = if kv == KvType::Q8_0 { 0.09 } else { 0.08 };
+        check(&format!("{id}, {kv:?} KV, against llama.cpp"), &ours, &golden.steps, bound);
+        check(&format!("{id}, {kv:?} KV, against exact f32"), &ours, &exact, bound);
     }
 }
 
 #[test]
 fn the_half_billion_file_agrees_with_llama_cpp_and_with_exact_f32() {
-    check_file(CODER_05B, include_str!("../data/greedy_logprobs.json"), &[KvType::F16, KvType::F32]);
+    check_file(CODER_05B, include_str!("../data/greedy_logprobs.json"), &[KvType::F16, KvType::F32, KvType::Q8_0]);
 }
 
 #[test]
 fn the_default_file_agrees_with_llama_cpp_and_with_exact_f32() {
-    check_file(CODER_15B, include_str!("../data/greedy_logprobs_1.5b.json"), &[KvType::F16]);
+    check_file(CODER_15B, include_str!("../data/greedy_logprobs_1.5b.json"), &[KvType::F16, KvType::Q8_0]);
 }
 
 #[test]

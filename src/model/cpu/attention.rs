@@ -3,7 +3,7 @@
 //! The softmax is the running one of FlashAttention (arXiv 2205.14135) with blocks at fixed positions, so a row's
 //! result does not depend on which rows are computed with it.
 
-use super::super::kv::{BLOCK, KvShape, KvType};
+use super::super::kv::{BLOCK, KvShape, KvType, SCALED};
 use super::ops::{exp, sum};
 use super::simd::Simd;
 
@@ -32,14 +32,28 @@ pub(crate) struct Attention<'a> {
 unsafe impl Send for Attention<'_> {}
 unsafe impl Sync for Attention<'_> {}
 
+const F16: u8 = 0;
+const F32: u8 = 1;
+const Q8_0: u8 = 2;
+
+/// Elements `i..i + 8`; of [`Q8_0`] the codes.
 #[inline(always)]
-unsafe fn load_kv<S: Simd>(kind: KvType, p: *const u8, i: usize) -> S::F {
+unsafe fn load_kv<S: Simd, const KIND: u8>(p: *const u8, i: usize) -> S::F {
     unsafe {
-        match kind {
-            KvType::F16 => S::load_f16(p.cast::<u16>().add(i)),
-            KvType::F32 => S::load(p.cast::<f32>().add(i)),
+        match KIND {
+            F16 => S::load_f16(p.cast::<u16>().add(i)),
+            F32 => S::load(p.cast::<f32>().add(i)),
+            _ => S::load_i8_f(p.cast::<i8>().add(i)),
         }
     }
+}
+
+/// The scale of some elements and their codes.
+fn quantized(x: &[f32]) -> (u16, [i8; SCALED]) {
+    let largest = x.iter().fold(0f32, |a, &b| if b.abs() > a { b.abs() } else { a });
+    let scale = half::f16::from_f32(largest / 127.0);
+    let inverse = if scale.to_f32() > 0.0 { 1.0 / scale.to_f32() } else { 0.0 };
+    (scale.to_bits(), std::array::from_fn(|i| (x[i] * inverse).round_ties_even().clamp(-127.0, 127.0) as i8))
 }
 
 /// Writes K and V (`[head_dim]` each) of one position and head.
@@ -62,7 +76,7 @@ pub(crate) unsafe fn store_position<S: Simd>(
         let p = position % BLOCK;
         match shape.kind {
             KvType::F16 => {
-                let (keys, values) = (base.cast::<u16>(), base.cast::<u16>().add(shape.head_len()));
+                let (keys, values) = (base.cast::<u16>(), base.add(shape.head_bytes()).cast::<u16>());
                 for i in (0..dim).step_by(8) {
                     let mut halves = [0u16; 8];
                     S::store_f16(halves.as_mut_ptr(), S::load(k.as_ptr().add(i)));
@@ -73,10 +87,28 @@ pub(crate) unsafe fn store_position<S: Simd>(
                 }
             }
             KvType::F32 => {
-                let (keys, values) = (base.cast::<f32>(), base.cast::<f32>().add(shape.head_len()));
+                let (keys, values) = (base.cast::<f32>(), base.add(shape.head_bytes()).cast::<f32>());
                 for i in 0..dim {
                     *keys.add((p / 8 * dim + i) * 8 + p % 8) = k[i];
                     *values.add((i / 8 * BLOCK + p) * 8 + i % 8) = v[i];
+                }
+            }
+            KvType::Q8_0 => {
+                let (keys, values) = (base.cast::<i8>(), base.add(shape.head_bytes()).cast::<i8>());
+                let (key_scales, value_scales) =
+                    (keys.add(BLOCK * dim).cast::<u16>(), values.add(BLOCK * dim).cast::<u16>());
+                let groups = dim / SCALED;
+                for g in 0..groups {
+                    let (scale, codes) = quantized(&k[g * SCALED..(g + 1) * SCALED]);
+                    *key_scales.add((p / 8 * groups + g) * 8 + p % 8) = scale;
+                    for (i, code) in (g * SCALED..).zip(codes) {
+                        *keys.add((p / 8 * dim + i) * 8 + p % 8) = code;
+                    }
+                    let (scale, codes) = quantized(&v[g * SCALED..(g + 1) * SCALED]);
+                    *value_scales.add(g * BLOCK + p) = scale;
+                    for (i, code) in (g * SCALED..).zip(codes) {
+                        *values.add((i / 8 * BLOCK + p) * 8 + i % 8) = code;
+                    }
                 }
             }
         }
@@ -90,23 +122,26 @@ pub(crate) unsafe fn store_position<S: Simd>(
 #[inline(always)]
 pub(crate) unsafe fn attend<S: Simd>(a: &Attention, kv_head: usize, first: usize, last: usize) {
     unsafe {
-        match (a.group, a.shape.kind) {
-            (1, KvType::F16) => rows::<S, 1, true>(a, kv_head, first, last),
-            (2, KvType::F16) => rows::<S, 2, true>(a, kv_head, first, last),
-            (3, KvType::F16) => rows::<S, 3, true>(a, kv_head, first, last),
-            (4, KvType::F16) => rows::<S, 4, true>(a, kv_head, first, last),
-            (5, KvType::F16) => rows::<S, 5, true>(a, kv_head, first, last),
-            (6, KvType::F16) => rows::<S, 6, true>(a, kv_head, first, last),
-            (7, KvType::F16) => rows::<S, 7, true>(a, kv_head, first, last),
-            (8, KvType::F16) => rows::<S, 8, true>(a, kv_head, first, last),
-            (1, KvType::F32) => rows::<S, 1, false>(a, kv_head, first, last),
-            (2, KvType::F32) => rows::<S, 2, false>(a, kv_head, first, last),
-            (3, KvType::F32) => rows::<S, 3, false>(a, kv_head, first, last),
-            (4, KvType::F32) => rows::<S, 4, false>(a, kv_head, first, last),
-            (5, KvType::F32) => rows::<S, 5, false>(a, kv_head, first, last),
-            (6, KvType::F32) => rows::<S, 6, false>(a, kv_head, first, last),
-            (7, KvType::F32) => rows::<S, 7, false>(a, kv_head, first, last),
-            (8, KvType::F32) => rows::<S, 8, false>(a, kv_head, first, last),
+        match a.shape.kind {
+            KvType::F16 => attend_in::<S, F16>(a, kv_head, first, last),
+            KvType::F32 => attend_in::<S, F32>(a, kv_head, first, last),
+            KvType::Q8_0 => attend_in::<S, Q8_0>(a, kv_head, first, last),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn attend_in<S: Simd, const KIND: u8>(a: &Attention, kv_head: usize, first: usize, last: usize) {
+    unsafe {
+        match a.group {
+            1 => rows::<S, 1, KIND>(a, kv_head, first, last),
+            2 => rows::<S, 2, KIND>(a, kv_head, first, last),
+            3 => rows::<S, 3, KIND>(a, kv_head, first, last),
+            4 => rows::<S, 4, KIND>(a, kv_head, first, last),
+            5 => rows::<S, 5, KIND>(a, kv_head, first, last),
+            6 => rows::<S, 6, KIND>(a, kv_head, first, last),
+            7 => rows::<S, 7, KIND>(a, kv_head, first, last),
+            8 => rows::<S, 8, KIND>(a, kv_head, first, last),
             _ => unreachable!("the configuration was checked"),
         }
     }
@@ -121,7 +156,7 @@ struct Running<const G: usize> {
 }
 
 #[inline(always)]
-unsafe fn rows<S: Simd, const G: usize, const HALF: bool>(a: &Attention, kv_head: usize, first: usize, last: usize) {
+unsafe fn rows<S: Simd, const G: usize, const KIND: u8>(a: &Attention, kv_head: usize, first: usize, last: usize) {
     unsafe {
         let dim = a.shape.head_dim;
         let scale = 1.0 / (dim as f32).sqrt();
@@ -132,9 +167,9 @@ unsafe fn rows<S: Simd, const G: usize, const HALF: bool>(a: &Attention, kv_head
                 Running { max: [f32::NEG_INFINITY; G], sum: [0.0; G], out: [[0.0; HEAD_DIM_MAX]; G] };
             for (b, block) in a.blocks.iter().enumerate().take(position / BLOCK + 1) {
                 let keys = block.add(a.shape.offset(a.layer, kv_head));
-                let values = keys.add(a.shape.head_len() * a.shape.kind.bytes());
+                let values = keys.add(a.shape.head_bytes());
                 let valid = (position + 1 - b * BLOCK).min(BLOCK);
-                one_block::<S, G, HALF>(dim, scale, &q, keys, values, valid, &mut run);
+                one_block::<S, G, KIND>(dim, scale, &q, keys, values, valid, &mut run);
             }
             for h in 0..G {
                 let out = a.out.add(r * a.out_stride + (kv_head * G + h) * dim);
@@ -148,7 +183,7 @@ unsafe fn rows<S: Simd, const G: usize, const HALF: bool>(a: &Attention, kv_head
 }
 
 #[inline(always)]
-unsafe fn one_block<S: Simd, const G: usize, const HALF: bool>(
+unsafe fn one_block<S: Simd, const G: usize, const KIND: u8>(
     dim: usize,
     scale: f32,
     q: &[*const f32; G],
@@ -158,15 +193,32 @@ unsafe fn one_block<S: Simd, const G: usize, const HALF: bool>(
     run: &mut Running<G>,
 ) {
     unsafe {
-        let kind = if HALF { KvType::F16 } else { KvType::F32 };
         let tiles = valid.div_ceil(8);
         let mut scores = [[0f32; BLOCK]; G];
         for t in 0..tiles {
             let mut acc = [S::splat(0.0); G];
-            for i in 0..dim {
-                let k = load_kv::<S>(kind, keys, (t * dim + i) * 8);
-                for h in 0..G {
-                    acc[h] = S::fma(k, S::splat(*q[h].add(i)), acc[h]);
+            if KIND == Q8_0 {
+                // The scales of 8 positions are a vector: each group is summed up and then scaled.
+                let scales = keys.add(BLOCK * dim).cast::<u16>();
+                for g in 0..dim / SCALED {
+                    let mut part = [S::splat(0.0); G];
+                    for i in g * SCALED..(g + 1) * SCALED {
+                        let k = load_kv::<S, KIND>(keys, (t * dim + i) * 8);
+                        for h in 0..G {
+                            part[h] = S::fma(k, S::splat(*q[h].add(i)), part[h]);
+                        }
+                    }
+                    let scale = S::load_f16(scales.add((t * (dim / SCALED) + g) * 8));
+                    for h in 0..G {
+                        acc[h] = S::fma(part[h], scale, acc[h]);
+                    }
+                }
+            } else {
+                for i in 0..dim {
+                    let k = load_kv::<S, KIND>(keys, (t * dim + i) * 8);
+                    for h in 0..G {
+                        acc[h] = S::fma(k, S::splat(*q[h].add(i)), acc[h]);
+                    }
                 }
             }
             for h in 0..G {
@@ -202,12 +254,25 @@ unsafe fn one_block<S: Simd, const G: usize, const HALF: bool>(
                 S::store(out, S::mul(S::load(out), c));
             }
         }
+        // Of Q8_0: the weights with the values' scales.
+        let mut scaled = [[0f32; BLOCK]; G];
         for i in (0..dim).step_by(8) {
+            if KIND == Q8_0 && i % SCALED == 0 {
+                let scales = values.add(BLOCK * dim).cast::<u16>().add(i / SCALED * BLOCK);
+                for t in 0..tiles {
+                    let scale = S::load_f16(scales.add(8 * t));
+                    for h in 0..G {
+                        let weight = S::mul(S::load(scores[h].as_ptr().add(8 * t)), scale);
+                        S::store(scaled[h].as_mut_ptr().add(8 * t), weight);
+                    }
+                }
+            }
             let mut acc: [S::F; G] = std::array::from_fn(|h| S::load(run.out[h].as_ptr().add(i)));
             for p in 0..valid {
-                let v = load_kv::<S>(kind, values, i * BLOCK + p * 8);
+                let v = load_kv::<S, KIND>(values, i * BLOCK + p * 8);
                 for h in 0..G {
-                    acc[h] = S::fma(v, S::splat(scores[h][p]), acc[h]);
+                    let weight = if KIND == Q8_0 { scaled[h][p] } else { scores[h][p] };
+                    acc[h] = S::fma(v, S::splat(weight), acc[h]);
                 }
             }
             for h in 0..G {

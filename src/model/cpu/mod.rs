@@ -23,7 +23,7 @@ use self::pool::Pool;
 use self::simd::{Avx2, Avx512};
 use self::simd::{Portable, Simd};
 use super::config::Config;
-use super::kv::{BLOCK, KvShape, KvType};
+use super::kv::{BLOCK, KvShape, KvType, SCALED};
 use super::source::{Name, Source};
 use super::{Error, Logits, Part};
 
@@ -128,6 +128,9 @@ struct Layer {
     /// Query, key, value; their biases.
     qkv: [Packed; 3],
     qkv_bias: [Vec<f32>; 3],
+    /// What keys are divided by before they are rounded to 8 bits, and queries multiplied by: [kv_heads · head_dim]; empty where they
+    /// are not rounded.
+    levels: Vec<f32>,
     output: Packed,
     mlp_norm: Vec<f32>,
     gate_up: [Packed; 2],
@@ -189,6 +192,12 @@ impl<T> Shared<T> {
 impl CpuModel {
     /// Packs all weights, reading the file once from front to back. `threads` in all.
     pub fn load(source: Source, config: Config, tier: Tier, threads: usize, kv_type: KvType) -> Result<Self, String> {
+        if kv_type == KvType::Q8_0 && config.head_dim % SCALED != 0 {
+            let dim = config.head_dim;
+            return Err(format!(
+                "keys and values of type q8_0 have a scale for {SCALED} elements, and a head has {dim}; use f16 (--kv-type f16)"
+            ));
+        }
         let mut pool = Pool::new(threads)
             .map_err(|e| format!("cannot start {threads} threads for the kernels: {e}; ask for fewer (--threads)"))?;
         let c = &config;
@@ -213,7 +222,7 @@ impl CpuModel {
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let mut layers = Vec::with_capacity(c.layers);
         for i in 0..c.layers {
-            layers.push(Layer {
+            let mut layer = Layer {
                 attention_norm: source.vector(Name::AttentionNorm(i), c.hidden)?,
                 qkv: [
                     pack(Name::Query(i), q, c.hidden)?,
@@ -229,7 +238,12 @@ impl CpuModel {
                 mlp_norm: source.vector(Name::MlpNorm(i), c.hidden)?,
                 gate_up: [pack(Name::Gate(i), c.intermediate, c.hidden)?, pack(Name::Up(i), c.intermediate, c.hidden)?],
                 down: pack(Name::Down(i), c.hidden, c.intermediate)?,
-            });
+                levels: Vec::new(),
+            };
+            if kv_type == KvType::Q8_0 {
+                layer.levels = levels(&layer.qkv_bias[1], c.head_dim);
+            }
+            layers.push(layer);
         }
         let norm = source.vector(Name::OutputNorm, c.hidden)?;
         // A model without an output matrix uses its embedding.
@@ -348,8 +362,8 @@ impl CpuModel {
                 let at = position * rope.half;
                 (&rope.cos[at..at + rope.half], &rope.sin[at..at + rope.half])
             };
-            let (shape, layer_index, heads) = (&shape, i, c.heads);
-            in_tier!(tier, position_row(shape: &KvShape, layer_index: usize, heads: usize, row: &mut [f32], cos: &[f32], sin: &[f32], block: *mut u8, position: usize));
+            let (shape, layer_index, heads, levels) = (&shape, i, c.heads, &layer.levels[..]);
+            in_tier!(tier, position_row(shape: &KvShape, layer_index: usize, heads: usize, row: &mut [f32], cos: &[f32], sin: &[f32], levels: &[f32], block: *mut u8, position: usize));
         });
 
         const TILE: usize = 8;
@@ -441,6 +455,23 @@ impl CpuModel {
         out
     }
 }
+
+/// Qwen2.5's key bias is some hundreds in a few elements and one in the others, which a common scale of 8 bits would round away. An element
+/// and its partner in the rotation are divided by their bias, so that all are of one order; the queries make up for it.
+fn levels(key_bias: &[f32], head_dim: usize) -> Vec<f32> {
+    let mut levels = vec![1.0; key_bias.len()];
+    for (bias, levels) in key_bias.chunks_exact(head_dim).zip(levels.chunks_exact_mut(head_dim)) {
+        let half = head_dim / 2;
+        for i in 0..half {
+            let level = (bias[i].hypot(bias[i + half]) / LEVEL).max(1.0);
+            (levels[i], levels[i + half]) = (level, level);
+        }
+    }
+    levels
+}
+
+/// The order of magnitude of keys without a large bias.
+const LEVEL: f32 = 4.0;
 
 /// Rows of a pass that are one sequence's.
 struct Sequence {
@@ -564,6 +595,7 @@ unsafe fn position_row<S: Simd>(
     row: &mut [f32],
     cos: &[f32],
     sin: &[f32],
+    levels: &[f32],
     block: *mut u8,
     position: usize,
 ) {
@@ -571,6 +603,14 @@ unsafe fn position_row<S: Simd>(
     let (q, kv) = (heads * dim, shape.kv_heads * dim);
     unsafe {
         row[..q + kv].chunks_exact_mut(dim).for_each(|head| ops::rope::<S>(head, cos, sin));
+        if !levels.is_empty() {
+            let group = heads / shape.kv_heads;
+            for (head, q) in row[..q].chunks_exact_mut(dim).enumerate() {
+                let levels = &levels[head / group * dim..][..dim];
+                q.iter_mut().zip(levels).for_each(|(q, level)| *q *= level);
+            }
+            row[q..q + kv].iter_mut().zip(levels).for_each(|(k, level)| *k /= level);
+        }
         let (keys, values) = row[q..].split_at(kv);
         for (h, (k, v)) in keys.chunks_exact(dim).zip(values.chunks_exact(dim)).enumerate() {
             attention::store_position::<S>(shape, layer, h, block, position, k, v);

@@ -79,6 +79,8 @@ pub(crate) trait Simd: Lanes {
     unsafe fn round(a: Self::F) -> Self::I;
     /// 8 × u8 as f32.
     unsafe fn load_u8_f(p: *const u8) -> Self::F;
+    /// 8 × i8 as f32.
+    unsafe fn load_i8_f(p: *const i8) -> Self::F;
     /// 2ⁿ for −126 ≤ n ≤ 127.
     unsafe fn exp2i(n: Self::I) -> Self::F;
 
@@ -259,6 +261,10 @@ impl Simd for Portable {
         unsafe { p.cast::<[u8; 8]>().read_unaligned() }.map(f32::from)
     }
     #[inline(always)]
+    unsafe fn load_i8_f(p: *const i8) -> F8 {
+        unsafe { p.cast::<[i8; 8]>().read_unaligned() }.map(f32::from)
+    }
+    #[inline(always)]
     unsafe fn exp2i(n: [i32; 8]) -> F8 {
         n.map(|n| f32::from_bits(((n + 127) as u32) << 23))
     }
@@ -353,6 +359,7 @@ mod x86 {
             fn abs(a: __m256) -> __m256 { _mm256_andnot_ps(_mm256_set1_ps(-0.0), a) }
             fn round(a: __m256) -> __m256i { _mm256_cvtps_epi32(a) }
             fn load_u8_f(p: *const u8) -> __m256 { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()))) }
+            fn load_i8_f(p: *const i8) -> __m256 { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))) }
             fn load_pairs(p: *const i8) -> (__m256i, __m256i, __m256i) {
                 {
                     let xy = _mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast()));
