@@ -70,29 +70,55 @@ struct Row {
     kind: Kind,
     ours: &'static str,
     theirs: &'static [&'static str],
+    /// Beside a process that keeps a core busy.
+    busy: bool,
+}
+
+impl Row {
+    const fn new(
+        name: &'static str,
+        goal: &'static str,
+        kind: Kind,
+        ours: &'static str,
+        theirs: &'static [&'static str],
+    ) -> Self {
+        Row { name, goal, kind, ours, theirs, busy: false }
+    }
+
+    const fn beside_another(mut self) -> Self {
+        self.busy = true;
+        self
+    }
 }
 
 const ROWS: &[Row] = &[
-    Row { name: "prefill-512", goal: "≥ 2.2", kind: Kind::Rate, ours: "prefill 512", theirs: &["prefill", "512"] },
-    Row { name: "prefill-4096", goal: "≥ 2.2", kind: Kind::Rate, ours: "prefill 4096", theirs: &["prefill", "4096"] },
-    Row { name: "decode-0", goal: "≥ 1.25", kind: Kind::Rate, ours: "decode 8 64", theirs: &["decode", "8", "64"] },
-    Row {
-        name: "decode-4096",
-        goal: "≥ 1.8",
-        kind: Kind::Rate,
-        ours: "decode 4096 32",
-        theirs: &["decode", "4096", "32"],
-    },
-    Row { name: "start-20", goal: "≤ 0.7", kind: Kind::Seconds, ours: "start 20", theirs: &["start", "20"] },
-    Row {
-        name: "memory-512",
-        goal: "≤ 1.3 of the file",
-        kind: Kind::Bytes,
-        ours: "memory 512",
-        theirs: &["memory", "512"],
-    },
-    Row { name: "memory-tools", goal: "≤ 1.6 of the file", kind: Kind::Bytes, ours: "memory-tools", theirs: &[] },
+    Row::new("prefill-512", "≥ 2.2", Kind::Rate, "prefill 512", &["prefill", "512"]),
+    Row::new("prefill-4096", "≥ 2.2", Kind::Rate, "prefill 4096", &["prefill", "4096"]),
+    Row::new("decode-0", "≥ 1.25", Kind::Rate, "decode 8 64", &["decode", "8", "64"]),
+    Row::new("decode-4096", "≥ 1.8", Kind::Rate, "decode 4096 32", &["decode", "4096", "32"]),
+    Row::new("start-20", "≤ 0.7", Kind::Seconds, "start 20", &["start", "20"]),
+    Row::new("memory-512", "≤ 1.3 of the file", Kind::Bytes, "memory 512", &["memory", "512"]),
+    Row::new("memory-tools", "≤ 1.6 of the file", Kind::Bytes, "memory-tools", &[]),
+    Row::new("busy-prefill-512", "≥ 1", Kind::Rate, "prefill 512", &["prefill", "512"]).beside_another(),
+    Row::new("busy-decode-0", "≥ 1", Kind::Rate, "decode 8 64", &["decode", "8", "64"]).beside_another(),
 ];
+
+/// A process that keeps a core busy as long as this lives.
+struct Busy(std::process::Child);
+
+impl Busy {
+    fn start(path: &Path) -> Result<Busy, Fault> {
+        let mut command = Command::new(std::env::current_exe()?);
+        Ok(Busy(command.arg(path).args(["--measure", "spin"]).stdout(Stdio::null()).spawn()?))
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
 
 /// 50 tools of five parameters, about 9,400 tokens; the question differs from that of the process that stored the prefix.
 const TOOLS: usize = 50;
@@ -152,6 +178,14 @@ fn measure(what: &str, path: &Path, a: &Arguments) -> Result<Value, Fault> {
     let numbers: Vec<usize> = words.map(str::parse).collect::<Result<_, _>>()?;
     if let "memory-tools" | "tools" = kind {
         return with_tools(path, a, kind);
+    }
+    if kind == "spin" {
+        // Whoever started it ends it; one that was left behind ends by itself.
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_secs(600) {
+            std::hint::spin_loop();
+        }
+        return Ok(Value::Null);
     }
     if kind == "batch" {
         return batched(path, a, numbers.first().copied().unwrap_or(1));
@@ -382,6 +416,7 @@ fn main() -> Result<(), Fault> {
     }
     for row in ROWS.iter().filter(|row| wanted(row.name)) {
         let (mut mine, mut peers, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        let _busy = if row.busy { Some(Busy::start(&path)?) } else { None };
         for _ in 0..a.rounds {
             let (figure, first) = ours(&a, &path, row.ours, None)?;
             let figure = if row.kind == Kind::Seconds { first } else { figure.as_f64().ok_or("no figure")? };
