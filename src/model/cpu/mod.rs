@@ -17,7 +17,7 @@ use std::cell::RefCell;
 
 use self::attention::Attention;
 use self::matmul::{Product, Rows, RowsMut};
-use self::packed::Packed;
+use self::packed::{Arena, Packed};
 use self::pool::Pool;
 #[cfg(target_arch = "x86_64")]
 use self::simd::{Avx2, Avx512};
@@ -201,11 +201,11 @@ impl CpuModel {
         let mut pool = Pool::new(threads)
             .map_err(|e| format!("cannot start {threads} threads for the kernels: {e}; ask for fewer (--threads)"))?;
         let c = &config;
-        let mut floats = false;
+        let (mut floats, mut arena) = (false, Arena::default());
         let mut pack = |name: Name, n: usize, k: usize| -> Result<Packed, String> {
             let raw = source.raw(name, n, k)?;
             floats |= raw.kind.is_float();
-            let mut packed = Packed::empty(raw.kind, n, k)
+            let mut packed = Packed::empty(&mut arena, raw.kind, n, k)
                 .map_err(|e| format!("no memory for {name:?} ({} bytes): {e}", Packed::bytes(raw.kind, n, k)))?;
             let (panels, bytes, to) = (packed.panels(), packed.panel_bytes(), Shared(packed.base()));
             let unit = (1 << 18) / bytes.max(1) + 1;

@@ -15,7 +15,9 @@
 //! | Q6_K | 128 B nibbles, 64 B upper bits, 8 × 2 × i8 scale | 8 × f16 d | 6.56 |
 //! | floats | 8 values an input | | as stored |
 
-use memmap2::MmapMut;
+use std::sync::Arc;
+
+use memmap2::{MmapMut, MmapRaw};
 
 use super::super::weight::{WeightType, scale_min};
 
@@ -29,7 +31,40 @@ pub(crate) struct Packed {
     pub kind: WeightType,
     pub n: usize,
     pub k: usize,
-    data: MmapMut,
+    chunk: Arc<MmapRaw>,
+    /// Of the first panel in the chunk.
+    at: usize,
+}
+
+/// Memory for the matrices of one model, in large chunks: a matrix of its own pages would have few large ones, and those make the first
+/// touch and the streaming of decode cheaper.
+#[derive(Default)]
+pub(crate) struct Arena {
+    chunk: Option<Arc<MmapRaw>>,
+    used: usize,
+}
+
+/// Bytes of a chunk; what is not used of it is not touched.
+const CHUNK_BYTES: usize = 128 << 20;
+
+impl Arena {
+    /// Room for so many bytes, zeros, aligned to cache lines: the chunk and where in it.
+    fn room(&mut self, bytes: usize) -> std::io::Result<(Arc<MmapRaw>, usize)> {
+        if let Some(chunk) = &self.chunk
+            && self.used + bytes <= chunk.len()
+        {
+            let at = self.used;
+            self.used = (at + bytes).next_multiple_of(64);
+            return Ok((chunk.clone(), at));
+        }
+        let map = MmapMut::map_anon(bytes.max(CHUNK_BYTES))?;
+        // A kernel without large pages says no, and nothing is lost.
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage);
+        let chunk = Arc::new(MmapRaw::from(map));
+        (self.chunk, self.used) = (Some(chunk.clone()), bytes.next_multiple_of(64));
+        Ok((chunk, 0))
+    }
 }
 
 /// Bytes of one group of a panel.
@@ -69,13 +104,9 @@ impl Packed {
     }
 
     /// An empty matrix, to be filled panel by panel with [`pack_panel`].
-    pub fn empty(kind: WeightType, n: usize, k: usize) -> std::io::Result<Self> {
-        let data = MmapMut::map_anon(Self::bytes(kind, n, k).max(1))?;
-        // Large pages make the first touch and the streaming of decode cheaper; a kernel without them says no, and
-        // nothing is lost.
-        #[cfg(target_os = "linux")]
-        let _ = data.advise(memmap2::Advice::HugePage);
-        Ok(Packed { kind, n, k, data })
+    pub fn empty(arena: &mut Arena, kind: WeightType, n: usize, k: usize) -> std::io::Result<Self> {
+        let (chunk, at) = arena.room(Self::bytes(kind, n, k))?;
+        Ok(Packed { kind, n, k, chunk, at })
     }
 
     pub fn panels(&self) -> usize {
@@ -88,12 +119,15 @@ impl Packed {
 
     pub fn panel(&self, p: usize) -> &[u8] {
         let bytes = self.panel_bytes();
-        &self.data[p * bytes..(p + 1) * bytes]
+        assert!(p < self.panels());
+        // SAFETY: within the matrix's room, which is written before the matrix is used and not afterwards.
+        unsafe { std::slice::from_raw_parts(self.chunk.as_ptr().add(self.at + p * bytes), bytes) }
     }
 
     /// The address of the panels, for threads that fill different ones.
     pub fn base(&mut self) -> *mut u8 {
-        self.data.as_mut_ptr()
+        // SAFETY: within the chunk.
+        unsafe { self.chunk.as_mut_ptr().add(self.at) }
     }
 }
 
