@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use candle_core::quantized::GgmlDType;
 use cob::engine::store::{self, PrefixStore, StoreSettings};
 use cob::engine::{Engine, KEPT_TOKENS_MIN, Report, Request, Settings};
-use cob::model::{Backend, Kv, KvType, Logits, Model};
+use cob::model::{Backend, Kv, KvType, Logits, Model, Part, Tier};
 
+use crate::real::model_file;
 use crate::tiny::{SMALL, write_gguf};
 
 const TOKENS: usize = 200;
@@ -50,7 +51,7 @@ fn stored(dir: &Path, model: &mut Model) -> PathBuf {
 
 #[test]
 fn what_is_found_gives_the_same_bits() {
-    for kv_type in [KvType::F16, KvType::F32] {
+    for kv_type in [KvType::F16, KvType::F32, KvType::Q8_0] {
         let dir = tempfile::tempdir().unwrap();
         let mut model = model(kv_type);
         let path = stored(dir.path(), &mut model);
@@ -287,4 +288,61 @@ fn the_next_process_begins_where_the_last_one_was() {
     let healed = run(&fourth, next, 300);
     assert_eq!((healed.usage.cached_tokens, &healed.ids), (0, &resumed.ids));
     assert!(healed.notes.iter().any(|note| note.contains("is damaged")), "{:?}", healed.notes);
+}
+
+/// Of the real file: cold, in chunks, after a rollback, resumed from disk, in a batch of 1 to 4, with 1 and 2 threads, in every tier but
+/// the portable one (which is slow, and is held to the same bits on small files).
+#[test]
+fn the_real_file_has_the_same_bits_however_a_position_is_reached() {
+    let Some(path) = model_file("qwen2.5-coder-0.5b-instruct-q4_k_m") else { return };
+    let ids: Vec<u32> = (0..150u32).map(|i| 1000 + i * 977 % 100_000).collect();
+    let (at, dir) = (100, tempfile::tempdir().unwrap());
+    for kv_type in [KvType::F16, KvType::Q8_0] {
+        let mut expected = Vec::new();
+        let mut settings = settings(dir.path());
+        settings.fingerprint[0] = kv_type as u8;
+        for (tier, threads) in
+            Tier::available().into_iter().filter(|tier| *tier != Tier::Portable).flat_map(|tier| [(tier, 1), (tier, 2)])
+        {
+            let mut model = Model::open(&path, Backend::Cpu { tier, threads }, kv_type).unwrap();
+            let what = format!("{kv_type:?}, {tier:?}, {threads} threads");
+            let mut cold = model.new_kv();
+            let logits = forward(&mut model, &mut cold, &ids);
+            if expected.is_empty() {
+                expected = logits;
+                let mut kv = cold.clone();
+                kv.truncate(at);
+                let mut store = PrefixStore::new(settings.clone());
+                store.save(&ids[..at], kv);
+                store.finish();
+            } else {
+                assert!(logits == expected, "{what}, cold");
+            }
+            let mut kv = model.new_kv();
+            [0..64, 64..67, 67..68, 68..at].into_iter().for_each(|part| drop(forward(&mut model, &mut kv, &ids[part])));
+            assert!(forward(&mut model, &mut kv.clone(), &ids[at..]) == expected, "{what}, in chunks");
+            let mut back = kv.clone();
+            forward(&mut model, &mut back, &ids[..30]);
+            back.truncate(at);
+            assert!(forward(&mut model, &mut back, &ids[at..]) == expected, "{what}, after a rollback");
+            let found = PrefixStore::new(settings.clone()).lookup(model.kv_shape(), &ids, ids.len() - 1, 0);
+            let mut found = found.expect("it was kept");
+            assert!(forward(&mut model, &mut found, &ids[at..]) == expected, "{what}, from disk");
+            for others in 0..4 {
+                let mut kvs: Vec<Kv> = (0..=others).map(|_| kv.clone()).collect();
+                let mut parts: Vec<Part> = kvs
+                    .iter_mut()
+                    .enumerate()
+                    .map(|(i, kv)| Part {
+                        kv,
+                        ids: if i == 0 { &ids[at..] } else { &ids[i..2 * i] },
+                        logits: Logits::Last,
+                    })
+                    .collect();
+                let rows = model.forward_batch(&mut parts, &|| false).unwrap();
+                let row: Vec<u32> = rows[0].iter().map(|x| x.to_bits()).collect();
+                assert!(row == expected, "{what}, beside {others} others");
+            }
+        }
+    }
 }
