@@ -55,7 +55,7 @@ impl Run {
         Run {
             kv,
             events,
-            sampler: Sampler::new(request.sampling.clone(), &request.prompt),
+            sampler: Sampler::new(request.sampling, &request.prompt),
             output: Vec::new(),
             logits: Vec::new(),
             drafter: drafts.then(Drafter::new),
@@ -271,7 +271,7 @@ impl Run {
         self.usage.prefill_ms = ms(begun, prefilled);
         self.usage.decode_ms = ms(prefilled, end);
         self.usage.total_ms = ms(begun, end);
-        Report { ids: std::mem::take(&mut self.output), finish, usage: self.usage.clone(), notes }
+        Report { ids: std::mem::take(&mut self.output), finish, usage: self.usage, notes }
     }
 
     fn send_progress(&self) {

@@ -278,11 +278,11 @@ fn requests_that_run_together_change_nothing_for_each_other() {
             _ => Box::new(Circling { pattern: vec![20, 21, 22], breaks: 10, ids: Vec::new() }),
         };
         let mut ids: Vec<u32> = prompt(30).into_iter().cycle().take(40 + 37 * case as usize).collect();
-        if case % 2 == 0 {
+        if case.is_multiple_of(2) {
             ids[0] = case as u32;
         }
         let sampling =
-            Sampling { temperature: if case % 3 == 0 { 0.0 } else { 0.7 }, seed: case, ..Sampling::default() };
+            Sampling { temperature: if case.is_multiple_of(3) { 0.0 } else { 0.7 }, seed: case, ..Sampling::default() };
         Request { sampling, mask, max_output_tokens: 10 + 9 * case as usize, ..request(ids, Unmasked) }
     };
     let mut running: Vec<_> = (0..20).map(|case| together.submit(ask(case))).collect();

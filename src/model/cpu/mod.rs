@@ -192,7 +192,7 @@ impl<T> Shared<T> {
 impl CpuModel {
     /// Packs all weights, reading the file once from front to back. `threads` in all.
     pub fn load(source: Source, config: Config, tier: Tier, threads: usize, kv_type: KvType) -> Result<Self, String> {
-        if kv_type == KvType::Q8_0 && config.head_dim % SCALED != 0 {
+        if kv_type == KvType::Q8_0 && !config.head_dim.is_multiple_of(SCALED) {
             let dim = config.head_dim;
             return Err(format!(
                 "keys and values of type q8_0 have a scale for {SCALED} elements, and a head has {dim}; use f16 (--kv-type f16)"
