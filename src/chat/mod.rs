@@ -2,11 +2,13 @@
 //!
 //! * [`tokenizer`]: text ↔ ids; text never becomes a control token.
 //! * [`template`]: messages and tools → a prompt, each of its tokens with a segment.
+//! * [`bundled`]: Qwen2.5's tokenizer and template, for where there is no model.
 //! * [`grammar`]: the tools' schemas → what may stand inside a call.
 //! * [`mask`]: the constraint on one completion, the view that streams it, the parser that reads it.
 //! * [`rescue`]: finds calls in a foreign form.
 //! * [`scripted`]: a model that plays what it is told.
 
+pub mod bundled;
 pub mod grammar;
 pub mod mask;
 pub mod qwen;

@@ -28,8 +28,9 @@ const CLOSE: char = '\u{F8FF}';
 pub struct Prompt {
     pub ids: Vec<u32>,
     /// Which part of the prompt each range of `ids` comes from, in order and without gaps. A token that spans two parts
-    /// belongs to that of its first byte. Names: `system`, `tools.preamble`, `tool:NAME`, `message:3:user`,
-    /// `tool_result:4:NAME`, `reminder:4`, `template` (the frame around them).
+    /// belongs to that of its first byte. Names: `system`, `tools.preamble`, `tool:NAME` (`tool:NAME#2` for the second of a
+    /// name), `message:3:user`, `tool_result:4:NAME`, `reminder:4`, `template` (the frame around them), and those of
+    /// [`Section`]s.
     pub segments: Vec<(String, Range<usize>)>,
     /// The same as text; spliced ids that are not valid UTF-8 are shown with U+FFFD.
     pub text: String,
@@ -49,6 +50,14 @@ impl Prompt {
         }
         sizes
     }
+}
+
+/// A part of the system message that has a segment of its own: the base prompt, the line of a skill, a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Section {
+    /// Unlike that of every other segment.
+    pub name: String,
+    pub text: String,
 }
 
 /// Why a conversation cannot be rendered.
@@ -147,6 +156,11 @@ impl Template {
         Template::new(source, tokenizer)
     }
 
+    /// What the template itself puts into the system turn where there is no system message; empty where it puts nothing.
+    pub fn default_system(&self) -> &str {
+        &self.default_system
+    }
+
     /// Whether the file's template has the fault of doubled braces, and single ones are used in its place.
     pub fn is_repaired(&self) -> bool {
         self.repaired
@@ -166,6 +180,35 @@ impl Template {
         tools: &[ToolSpec],
         add_generation_prompt: bool,
     ) -> Result<Prompt, TemplateError> {
+        self.render_divided(&[], messages, tools, add_generation_prompt)
+    }
+
+    /// As [`Template::render`], with a system message before `messages` that consists of these sections, one right after the
+    /// other. Where they hold no text there is none.
+    pub fn render_sections(
+        &self,
+        sections: &[Section],
+        messages: &[Message],
+        tools: &[ToolSpec],
+        add_generation_prompt: bool,
+    ) -> Result<Prompt, TemplateError> {
+        let text: String = sections.iter().map(|section| section.text.as_str()).collect();
+        if text.is_empty() {
+            return self.render_divided(&[], messages, tools, add_generation_prompt);
+        }
+        let system = std::iter::once(Message::System { text });
+        let messages: Vec<Message> = system.chain(messages.iter().cloned()).collect();
+        self.render_divided(sections, &messages, tools, add_generation_prompt)
+    }
+
+    /// `sections`: of the first message; none where it is of one piece.
+    fn render_divided(
+        &self,
+        sections: &[Section],
+        messages: &[Message],
+        tools: &[ToolSpec],
+        add_generation_prompt: bool,
+    ) -> Result<Prompt, TemplateError> {
         if messages.is_empty() {
             return Err(TemplateError("a conversation needs at least one message".into()));
         }
@@ -180,7 +223,7 @@ impl Template {
                 self.insert_reminder(&mut pieces, &parts, i, reminder)?;
             }
         }
-        Ok(self.encode(&pieces, &parts, !tools.is_empty()))
+        Ok(self.encode(&pieces, &parts, sections, !tools.is_empty()))
     }
 
     /// The tokens that this tool adds to a prompt that has tools already.
@@ -220,14 +263,17 @@ impl Template {
         let template = env.get_template("chat").map_err(|e| TemplateError(format!("the chat template: {e}")))?;
 
         let messages: Vec<JinjaValue> = messages.iter().enumerate().map(|(i, m)| table.message(i, m)).collect();
+        let mut names = Vec::new();
         let tools: Vec<JinjaValue> = tools
             .iter()
             .map(|tool| {
+                let name = unique(format!("tool:{}", tool.name), &names);
+                names.push(name.clone());
                 let spec = serde_json::json!({
                     "type": "function",
                     "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
                 });
-                table.json(spec, format!("tool:{}", tool.name))
+                table.json(spec, name)
             })
             .collect();
         let tools = if tools.is_empty() { JinjaValue::from(()) } else { JinjaValue::from(tools) };
@@ -303,7 +349,7 @@ impl Template {
         Ok(())
     }
 
-    fn encode(&self, pieces: &[Piece<'_>], parts: &[Part], has_tools: bool) -> Prompt {
+    fn encode(&self, pieces: &[Piece<'_>], parts: &[Part], sections: &[Section], has_tools: bool) -> Prompt {
         let mut out =
             Encoder { tokenizer: &self.tokenizer, prompt: Prompt::default(), run: String::new(), marks: Vec::new() };
         let end = self.tokenizer.control("<|im_end|>");
@@ -331,6 +377,9 @@ impl Template {
                     seen_system |= in_system;
                     match &part.ids {
                         Some(ids) => out.ids(ids, &part.name),
+                        None if part.message == Some(0) && !sections.is_empty() => {
+                            sections.iter().for_each(|section| out.text(&section.text, &section.name));
+                        }
                         None => out.text(&part.text, &part.name),
                     }
                 }
@@ -608,6 +657,15 @@ impl Object for Json {
             _ => Enumerator::Empty,
         }
     }
+}
+
+/// A name that is not taken: `name` itself, else `name#2` and so on.
+pub fn unique(name: String, taken: &[String]) -> String {
+    if !taken.contains(&name) {
+        return name;
+    }
+    let numbered = (2..).map(|number| format!("{name}#{number}"));
+    numbered.into_iter().find(|numbered| !taken.contains(numbered)).unwrap_or(name)
 }
 
 /// JSON as Python's `json.dumps(value, ensure_ascii=False)` writes it, which is what the models were trained on.

@@ -20,7 +20,7 @@ const QWEN2_SPLIT: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// GGUF's `tokenizer.ggml.token_type`.
-mod token_type {
+pub(super) mod token_type {
     pub const NORMAL: i32 = 1;
     pub const CONTROL: i32 = 3;
     pub const USER_DEFINED: i32 = 4;
@@ -452,6 +452,12 @@ fn byte_of_char() -> [Option<u8>; 512] {
         }
     }
     table
+}
+
+/// That alphabet in its order, which is the order of the first 256 ids of Qwen's vocabulary.
+pub(super) fn byte_chars() -> impl Iterator<Item = char> {
+    let table = byte_of_char();
+    (0..512u32).filter(move |&code| table[code as usize].is_some()).filter_map(char::from_u32)
 }
 
 /// The parts of `tokenizer.json` that are read.

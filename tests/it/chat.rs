@@ -106,7 +106,7 @@ fn tiny() -> &'static Kit {
 }
 
 /// As Hugging Face encodes it: control tokens in the text are control tokens.
-fn with_controls(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
+pub fn with_controls(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
     let mut ids = Vec::new();
     let mut rest = text;
     while !rest.is_empty() {

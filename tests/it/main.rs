@@ -4,6 +4,7 @@
 #![allow(clippy::disallowed_methods)]
 
 mod agent;
+mod bundled;
 mod chat;
 mod cli;
 mod engine;
