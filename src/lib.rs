@@ -12,6 +12,7 @@
 //! * [`tools`]: the trait, the registry, one file a tool.
 //! * [`session`]: the append-only log and its readers.
 //! * [`context`]: events → messages.
+//! * [`measure`]: what a prompt costs: tokens by segment, prefill time, broken prefixes.
 //! * [`agent`]: the loop, one turn, one tool call, limits.
 //! * [`config`]: the user's settings file.
 //! * [`cli`]: the front end.
@@ -21,6 +22,7 @@
 //!
 //! ```text
 //! cli → agent → context → session → chat → engine → model
+//! cli → measure → context, session, chat, engine
 //!       agent → tools → permission, process
 //! cli → hub → process
 //! cli, config → all that has settings
@@ -44,6 +46,7 @@ pub mod config;
 pub mod context;
 pub mod engine;
 pub mod hub;
+pub mod measure;
 pub mod message;
 pub mod model;
 pub mod permission;

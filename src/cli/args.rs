@@ -59,6 +59,16 @@ pub enum KvType {
     Q8,
 }
 
+impl From<KvType> for crate::model::KvType {
+    fn from(kind: KvType) -> Self {
+        match kind {
+            KvType::F32 => crate::model::KvType::F32,
+            KvType::F16 => crate::model::KvType::F16,
+            KvType::Q8 => crate::model::KvType::Q8_0,
+        }
+    }
+}
+
 /// How tokens are drawn.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Sampling")]

@@ -89,20 +89,7 @@ fn count_tools(args: &ToolsArgs) -> Result<String, Fault> {
         Some(file) => tool_file::read(file).map_err(Fault::usage)?,
         None => Tools::builtin(None).map_err(Fault::usage)?.specs(),
     };
-    // Copies of a tool can be counted; a run takes each name once.
-    if let Some((number, name)) = tool_file::twice(&specs) {
-        complain(&format!(
-            "tool {number}: there is a tool `{name}` before it; it is counted, but a run refuses the file"
-        ));
-    }
-    let offered = |spec: &ToolSpec| match grammar::check(spec) {
-        Ok(()) => true,
-        Err(why) => {
-            complain(&format!("the tool `{}` is left out here and in a run: {why}", spec.name));
-            false
-        }
-    };
-    let specs: Vec<ToolSpec> = specs.into_iter().filter(offered).collect();
+    let specs = countable(specs);
     let (template, _) = setup::load_template(&args.model, &Stop::new())?;
     let fault = |error: crate::chat::template::TemplateError| Fault::failed(error.to_string());
     let header = if specs.is_empty() { 0 } else { template.header_tokens().map_err(fault)? };
@@ -127,6 +114,23 @@ fn count_tools(args: &ToolsArgs) -> Result<String, Fault> {
     let _ = writeln!(text, "{:width$}  {header:>5} tokens  once, for having tools at all", "header");
     let _ = writeln!(text, "{:width$}  {total:>5} tokens", "total");
     Ok(text)
+}
+
+/// The tools that a run would offer. Copies of a tool can be counted; what is left out, and copies, are said.
+pub fn countable(specs: Vec<ToolSpec>) -> Vec<ToolSpec> {
+    if let Some((number, name)) = tool_file::twice(&specs) {
+        complain(&format!(
+            "tool {number}: there is a tool `{name}` before it; it is counted, but a run refuses the file"
+        ));
+    }
+    let offered = |spec: &ToolSpec| match grammar::check(spec) {
+        Ok(()) => true,
+        Err(why) => {
+            complain(&format!("the tool `{}` is left out here and in a run: {why}", spec.name));
+            false
+        }
+    };
+    specs.into_iter().filter(offered).collect()
 }
 
 fn rendered(args: &RenderArgs) -> Result<String, Fault> {

@@ -9,7 +9,9 @@ mod args;
 mod bench;
 mod cache;
 mod chat;
+mod cost;
 mod doctor;
+mod grid;
 mod inspect;
 mod interrupts;
 pub mod model;
@@ -57,6 +59,8 @@ enum Command {
     Render(inspect::RenderArgs),
     /// The token ids of a text
     Tokenize(inspect::TokenizeArgs),
+    /// What tools, skills, sessions and texts cost: tokens, prefill time, memory
+    Cost(cost::CostArgs),
     /// How fast a model reads and writes on this machine
     Bench(bench::BenchArgs),
     /// What this machine and this build can do, and where things lie
@@ -99,6 +103,7 @@ Examples:
   cob run \"Which file defines parse_config?\"
   cob run \"In config.ini change the port to 9090.\" --permission-mode accept-edits
   git diff | cob run - --tools none --system \"Summarise this change in one sentence.\"
+  cob cost tools --turns 20
   cob chat --continue";
 
 /// Runs the program.
@@ -119,6 +124,7 @@ pub fn main() -> ExitCode {
         Command::Tools(args) => inspect::tools(args),
         Command::Render(args) => inspect::render(args),
         Command::Tokenize(args) => inspect::tokenize(args),
+        Command::Cost(args) => cost::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Completions { shell } => completions(shell),

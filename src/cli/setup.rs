@@ -344,6 +344,21 @@ fn named(options: &ModelOptions) -> Option<String> {
     options.model.clone().or_else(|| std::env::var("COB_MODEL").ok()).filter(|name| !name.is_empty())
 }
 
+/// The model that a run would use, if it is here; nothing is fetched. One that was named and is not here is a fault.
+pub fn installed_model(options: &ModelOptions, stop: &Stop) -> Result<Option<hub::Model>, Fault> {
+    let config = Config::load().map_err(Fault::usage)?;
+    let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env()? });
+    let (flag, environment) = (options.model.as_deref(), std::env::var("COB_MODEL").ok());
+    match hub.resolve(flag, environment.as_deref(), config.model.as_deref(), stop.token(), &mut |_| {})? {
+        Resolved::Ready(model) => Ok(Some(model)),
+        Resolved::NeedsPull(missing) if named(options).is_some() => Err(Fault::usage(format!(
+            "the model {id} is not here; `cob model pull {id}` fetches it, and without --model (and COB_MODEL) the built-in tokenizer counts",
+            id = missing.id
+        ))),
+        Resolved::NeedsPull(_) => Ok(None),
+    }
+}
+
 /// The files of the model, fetched if they are not here.
 pub fn find_model(options: &ModelOptions, quiet: bool, stop: &Stop) -> Result<hub::Model, Fault> {
     let config = Config::load().map_err(Fault::usage)?;
@@ -389,16 +404,23 @@ fn fetching(missing: &NeedsPull) -> String {
 /// Memory besides weights and KV: tokenizer, token trie of the grammars, buffers of a forward pass.
 const OVERHEAD_BYTES: u64 = 300 << 20;
 
-/// Reads the weights and starts the engine, if the memory that it takes is there. Says what was decided.
 fn load_qwen(found: &hub::Model, options: &ModelOptions) -> Result<(Arc<dyn LanguageModel>, Vec<String>), Fault> {
+    let store = if options.no_store { None } else { Some(Folders::from_env()?.kv) };
+    let (model, said) = open_qwen(found, options, store)?;
+    Ok((Arc::new(model), said))
+}
+
+/// Reads the weights and starts the engine, if the memory that it takes is there. `store`: where prefixes are kept. Says what was
+/// decided.
+pub fn open_qwen(
+    found: &hub::Model,
+    options: &ModelOptions,
+    store: Option<PathBuf>,
+) -> Result<(Qwen, Vec<String>), Fault> {
     let mut said = Vec::new();
     let source = Source::open(&found.path).map_err(Fault::refused)?;
     let config = source.config().map_err(Fault::refused)?;
-    let kv_type = match options.kv_type {
-        super::args::KvType::F16 => model::KvType::F16,
-        super::args::KvType::F32 => model::KvType::F32,
-        super::args::KvType::Q8 => model::KvType::Q8_0,
-    };
+    let kv_type = options.kv_type.into();
     let shape = config.kv_shape(kv_type);
     if let Some(asked) = options.context_tokens.filter(|&asked| asked > config.context) {
         return Err(Fault::usage(format!(
@@ -428,17 +450,13 @@ fn load_qwen(found: &hub::Model, options: &ModelOptions) -> Result<(Arc<dyn Lang
         kv_type,
         context_tokens,
         cache_bytes,
-        store: if options.no_store {
-            None
-        } else {
-            Some(qwen::Store { dir: Folders::from_env()?.kv, bytes_max: STORE_BYTES_MAX })
-        },
+        store: store.map(|dir| qwen::Store { dir, bytes_max: STORE_BYTES_MAX }),
         drafts: !options.no_drafts,
         id: found.id.clone(),
         digest: found.digest.clone(),
     };
     let model = Qwen::load(source, &found.path, opened).map_err(Fault::refused)?;
-    Ok((Arc::new(model), said))
+    Ok((model, said))
 }
 
 /// What prefixes may take on disk.

@@ -54,6 +54,11 @@ impl KvShape {
         self.layers * self.kv_heads * 2 * self.head_bytes()
     }
 
+    /// Bytes of one position.
+    pub const fn token_bytes(&self) -> usize {
+        self.block_bytes() / BLOCK
+    }
+
     /// Bytes for `tokens` positions, whole blocks counted.
     pub const fn bytes(&self, tokens: usize) -> usize {
         tokens.div_ceil(BLOCK) * self.block_bytes()

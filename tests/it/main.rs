@@ -7,6 +7,7 @@ mod agent;
 mod bundled;
 mod chat;
 mod cli;
+mod cost;
 mod engine;
 mod example;
 mod forward;

@@ -14,6 +14,7 @@ fn arrows() -> BTreeMap<&'static str, Vec<&'static str>> {
     let tools = vec!["permission", "process"];
     let session = vec!["chat"];
     let context = vec!["session"];
+    let measure = vec!["context", "session", "chat", "engine"];
     let agent = vec!["context", "session", "tools", "permission", "process", "chat"];
     let cli = vec![
         "agent",
@@ -22,6 +23,7 @@ fn arrows() -> BTreeMap<&'static str, Vec<&'static str>> {
         "context",
         "engine",
         "hub",
+        "measure",
         "model",
         "permission",
         "process",
@@ -39,6 +41,7 @@ fn arrows() -> BTreeMap<&'static str, Vec<&'static str>> {
         ("tools", tools),
         ("session", session),
         ("context", context),
+        ("measure", measure),
         ("agent", agent),
         ("cli", cli),
         ("config", config),
