@@ -6,7 +6,8 @@
 //!
 //! The file, little-endian: `"cobkv\0\0\x01"`, then a checksum of all that follows up to the blocks, the length of that part, the
 //! fingerprint (32 bytes), layers, KV heads, head dimension, bytes of an element, tokens (u32 each), the ids (u32), a checksum for
-//! each block (u64), zeros up to a multiple of 4,096, and the blocks as they are in memory ([`crate::model::kv`]).
+//! each block (u64), zeros up to a multiple of 4,096, and the blocks as they are in memory ([`crate::model::kv`];
+//! a device's KV is written row by row, under a fingerprint of its own).
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -17,8 +18,8 @@ use std::time::{Duration, SystemTime};
 use memmap2::Mmap;
 use twox_hash::XxHash3_64;
 
-use crate::model::Kv;
 use crate::model::kv::{BLOCK, KvShape, KvType};
+use crate::model::{Kv, candle_error};
 
 const MAGIC: [u8; 8] = *b"cobkv\0\0\x01";
 /// Magic, checksum of the header, its length.
@@ -65,6 +66,11 @@ pub struct PrefixStore {
 impl PrefixStore {
     pub fn new(settings: StoreSettings) -> Self {
         PrefixStore { settings, notes: Vec::new(), bad: Vec::new(), writer: None }
+    }
+
+    /// Something to be said with the next report.
+    pub fn note(&mut self, note: String) {
+        self.notes.push(note);
     }
 
     pub fn take_notes(&mut self) -> Vec<String> {
@@ -115,7 +121,7 @@ impl PrefixStore {
     /// call waits for it.
     pub fn save(&mut self, ids: &[u32], kv: Kv) {
         assert_eq!(ids.len(), kv.len(), "the KV is of other tokens");
-        if ids.len() < self.settings.tokens_min || kv.block_bytes().is_none() {
+        if ids.len() < self.settings.tokens_min {
             return;
         }
         let path = self.path(ids);
@@ -124,6 +130,15 @@ impl PrefixStore {
         }
         self.finish();
         self.bad.retain(|bad| *bad != path);
+        let kv = match kv.to_host() {
+            Ok(kv) => kv,
+            Err(error) => {
+                let why = candle_error(&error);
+                return self
+                    .notes
+                    .push(format!("the prefix is not kept on disk: it cannot be read from the device: {why}"));
+            }
+        };
         let (settings, ids) = (self.settings.clone(), ids.to_vec());
         let write = move || match write(&path, &settings, &ids, &kv) {
             Ok(()) => None,
@@ -348,7 +363,7 @@ fn check_blocks(map: &[u8], header: &Header) -> Result<(), Fault> {
 
 /// Writes a file beside its place and renames it, then makes room.
 fn write(path: &Path, settings: &StoreSettings, ids: &[u32], kv: &Kv) -> io::Result<()> {
-    let blocks = kv.block_bytes().unwrap_or_default();
+    let blocks = kv.block_bytes();
     let sums = blocks.iter().map(|block| XxHash3_64::oneshot(block)).collect();
     let header = Header::new(settings.fingerprint, *kv.shape(), ids, sums).bytes();
     let bytes = header.len() as u64 + blocks.iter().map(|block| block.len() as u64).sum::<u64>();

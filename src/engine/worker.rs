@@ -219,6 +219,7 @@ impl Worker {
         if let Some(store) = &mut self.store
             && kv.len() < pinned.max(1)
             && let Some(found) = store.lookup(self.model.kv_shape(), prompt, limit, kv.len())
+            && let Some(found) = taken_in(&self.model, found, store)
         {
             restored = found.len() - kv.len();
             self.cache.insert(&prompt[..found.len()], &found, found.len() <= pinned);
@@ -240,6 +241,17 @@ impl Worker {
         };
         run.send(last);
         self.last = self.store.is_some().then_some(Last { ids: held, kv: run.kv, pinned: run.request.pinned });
+    }
+}
+
+/// What was on disk, where the model computes.
+fn taken_in(model: &Model, found: Kv, store: &mut PrefixStore) -> Option<Kv> {
+    match model.take_in(found) {
+        Ok(kv) => Some(kv),
+        Err(why) => {
+            store.note(format!("a prefix on disk is passed over: it does not go to the device: {why}"));
+            None
+        }
     }
 }
 

@@ -21,7 +21,7 @@ pub struct Prefill {
     pub cold_ms: f64,
     /// The prefix is in memory, what follows it is new.
     pub cached_ms: f64,
-    /// The prefix is on disk, in a file that was just written. `None` where none is kept: it is too short, or the device keeps none.
+    /// The prefix is on disk, in a file that was just written. `None` where none is kept: it is too short.
     pub disk_ms: Option<f64>,
     pub kv_bytes: u64,
     /// (tokens read, milliseconds since the start) of the cold pass, chunk by chunk.

@@ -112,6 +112,10 @@ impl DeviceModel {
         self.config.kv_shape(self.kv_type)
     }
 
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// One sequence after the other.
     pub fn forward_batch(&mut self, parts: &mut [Part], cancelled: &dyn Fn() -> bool) -> Result<Vec<Vec<f32>>, Error> {
         let mut out = Vec::with_capacity(parts.len());
@@ -136,25 +140,20 @@ impl DeviceModel {
         logits: Logits,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<Vec<f32>, Error> {
-        let before = kv.clone();
         match self.pass(kv, ids, logits, cancelled) {
             Ok(Some(logits)) => {
                 kv.advance(ids.len());
                 Ok(logits)
             }
-            other => {
-                kv.restore(before);
-                Err(match other {
-                    Err(e) => Error::Failed(candle_error(&e)),
-                    _ => Error::Cancelled,
-                })
-            }
+            Ok(None) => Err(Error::Cancelled),
+            Err(error) => Err(Error::Failed(candle_error(&error))),
         }
     }
 
     fn pass(&self, kv: &mut Kv, ids: &[u32], logits: Logits, cancelled: &dyn Fn() -> bool) -> Result<Option<Vec<f32>>> {
         let c = &self.config;
         let (rows, start) = (ids.len(), kv.len());
+        kv.reserve_on_device(rows)?;
         let (cos, sin) = self.rope(start, rows)?;
         let mask = self.mask(start, rows)?;
         let mut x = self.embed(ids)?;
@@ -226,7 +225,7 @@ impl DeviceModel {
         i: usize,
         layer: &Layer,
         h: &Tensor,
-        kv: &mut Kv,
+        kv: &Kv,
         cos: &Tensor,
         sin: &Tensor,
         mask: Option<&Tensor>,
@@ -247,7 +246,7 @@ impl DeviceModel {
             _ => DType::F16,
         };
         let stored = |t: Tensor| t.squeeze(0)?.to_dtype(dtype);
-        let (k, v) = kv.append(i, stored(k)?, stored(heads(2, c.kv_heads)?)?)?;
+        let (k, v) = kv.write(i, &stored(k)?, &stored(heads(2, c.kv_heads)?)?)?;
         let (k, v) = (k.to_dtype(DType::F32)?, v.to_dtype(DType::F32)?);
         let len = k.dim(1)?;
         // The query heads that share a KV head stand next to each other: one product each, nothing is repeated.

@@ -9,8 +9,10 @@
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use memmap2::Mmap;
+
+use super::device_kv::DeviceKv;
 
 /// Positions of a block.
 pub const BLOCK: usize = 64;
@@ -125,8 +127,8 @@ pub struct Kv {
 enum Store {
     /// The CPU's.
     Blocks(Vec<Arc<Block>>),
-    /// A device's: for each layer K and V as `[kv_heads, len, head_dim]`. Tensors are immutable, so a clone shares them.
-    Tensors(Vec<(Tensor, Tensor)>),
+    /// A device's.
+    Device(DeviceKv),
 }
 
 impl Kv {
@@ -134,8 +136,8 @@ impl Kv {
         Kv { shape, len: 0, store: Store::Blocks(Vec::new()) }
     }
 
-    pub(crate) fn tensors(shape: KvShape) -> Self {
-        Kv { shape, len: 0, store: Store::Tensors(Vec::new()) }
+    pub(crate) fn on_device(shape: KvShape, device: Device) -> Self {
+        Kv { shape, len: 0, store: Store::Device(DeviceKv::new(device)) }
     }
 
     /// `len` positions whose blocks lie in a mapped file, one after the other from byte `at` on.
@@ -145,12 +147,24 @@ impl Kv {
         Kv { shape, len, store: Store::Blocks((0..len.div_ceil(BLOCK)).map(block).collect()) }
     }
 
-    /// The blocks as they are in memory, front to back; `None` where the KV lives on a device.
-    pub(crate) fn block_bytes(&self) -> Option<Vec<&[u8]>> {
-        match &self.store {
-            Store::Blocks(blocks) => Some(blocks.iter().map(|block| block.as_bytes()).collect()),
-            Store::Tensors(_) => None,
-        }
+    /// The same in the host's memory, as it is written to disk: on the CPU a fork, from a device a copy, which lies there in an order
+    /// of its own.
+    pub(crate) fn to_host(&self) -> candle_core::Result<Kv> {
+        let Store::Device(device) = &self.store else { return Ok(self.clone()) };
+        let blocks = device.to_host(&self.shape, self.len)?.into_iter().map(|words| Arc::new(Block::Own(words)));
+        Ok(Kv { shape: self.shape, len: self.len, store: Store::Blocks(blocks.collect()) })
+    }
+
+    /// What [`Kv::to_host`] made, on a device again.
+    pub(crate) fn to_device(&self, device: Device) -> candle_core::Result<Kv> {
+        let store = DeviceKv::from_host(&self.shape, self.len, &self.block_bytes(), device)?;
+        Ok(Kv { shape: self.shape, len: self.len, store: Store::Device(store) })
+    }
+
+    /// The blocks as they are in memory, front to back.
+    pub(crate) fn block_bytes(&self) -> Vec<&[u8]> {
+        let Store::Blocks(blocks) = &self.store else { panic!("this KV lives on a device") };
+        blocks.iter().map(|block| block.as_bytes()).collect()
     }
 
     pub fn shape(&self) -> &KvShape {
@@ -170,14 +184,7 @@ impl Kv {
     pub fn parts(&self) -> Vec<(usize, usize)> {
         match &self.store {
             Store::Blocks(blocks) => blocks.iter().map(|b| (Arc::as_ptr(b) as usize, b.as_bytes().len())).collect(),
-            Store::Tensors(layers) => layers
-                .iter()
-                .flat_map(|(k, v)| [k, v])
-                .map(|t| {
-                    let storage = t.storage_and_layout().0;
-                    (std::ptr::from_ref(&*storage) as usize, t.elem_count() * t.dtype().size_in_bytes())
-                })
-                .collect(),
+            Store::Device(device) => device.part().into_iter().collect(),
         }
     }
 
@@ -194,14 +201,9 @@ impl Kv {
         self.len = len;
         match &mut self.store {
             Store::Blocks(blocks) => blocks.truncate(len.div_ceil(BLOCK)),
-            Store::Tensors(layers) if len == 0 => layers.clear(),
-            Store::Tensors(layers) => {
-                for (k, v) in layers {
-                    for t in [k, v] {
-                        *t = t.narrow(1, 0, len).expect("a prefix of a tensor can be taken");
-                    }
-                }
-            }
+            Store::Device(device) if len == 0 => device.clear(),
+            // What stands behind is written over by the next pass.
+            Store::Device(_) => {}
         }
     }
 
@@ -231,22 +233,16 @@ impl Kv {
         self.len += n;
     }
 
-    /// Appends to the tensors of a layer, `[kv_heads, n, head_dim]` each, and returns all of it.
-    pub(crate) fn append(&mut self, layer: usize, k: Tensor, v: Tensor) -> candle_core::Result<(Tensor, Tensor)> {
-        let Store::Tensors(layers) = &mut self.store else { panic!("this KV lives on the CPU") };
-        let joined = match layers.get(layer) {
-            Some((old_k, old_v)) => (Tensor::cat(&[old_k, &k], 1)?, Tensor::cat(&[old_v, &v], 1)?),
-            None => (k, v),
-        };
-        match layers.get_mut(layer) {
-            Some(slot) => *slot = joined.clone(),
-            None => layers.push(joined.clone()),
-        }
-        Ok(joined)
+    /// Makes room on the device for `n` more positions. The length changes with [`Kv::advance`].
+    pub(crate) fn reserve_on_device(&mut self, n: usize) -> candle_core::Result<()> {
+        let Store::Device(device) = &mut self.store else { panic!("this KV lives on the CPU") };
+        device.reserve(&self.shape, self.len, n)
     }
 
-    /// Puts back a layer list of before a pass that was given up.
-    pub(crate) fn restore(&mut self, before: Kv) {
-        *self = before;
+    /// Writes a layer's keys and values of the positions that were reserved, `[kv_heads, n, head_dim]` each, and returns all of it
+    /// with them.
+    pub(crate) fn write(&self, layer: usize, k: &Tensor, v: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
+        let Store::Device(device) = &self.store else { panic!("this KV lives on the CPU") };
+        device.write(layer, self.len, k, v)
     }
 }

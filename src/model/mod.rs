@@ -3,6 +3,7 @@
 pub mod config;
 mod cpu;
 mod device;
+mod device_kv;
 pub mod gguf;
 pub mod kv;
 mod source;
@@ -136,7 +137,15 @@ impl Model {
     pub fn new_kv(&self) -> Kv {
         match &self.weights {
             Weights::Cpu(model) => Kv::blocks(model.kv_shape()),
-            Weights::Device(model) => Kv::tensors(model.kv_shape()),
+            Weights::Device(model) => Kv::on_device(model.kv_shape(), model.device().clone()),
+        }
+    }
+
+    /// A sequence from disk, where this model computes: on the CPU as it is, on a device a copy.
+    pub fn take_in(&self, kv: Kv) -> Result<Kv, String> {
+        match &self.weights {
+            Weights::Cpu(_) => Ok(kv),
+            Weights::Device(model) => kv.to_device(model.device().clone()).map_err(|error| candle_error(&error)),
         }
     }
 

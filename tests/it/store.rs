@@ -13,9 +13,18 @@ use crate::tiny::{SMALL, write_gguf};
 const TOKENS: usize = 200;
 
 fn model(kv: KvType) -> Model {
+    model_on(Backend::cpu(), kv)
+}
+
+/// Where KV lives in tensors, as on a GPU.
+fn candle() -> Backend {
+    Backend::Candle { device: candle_core::Device::Cpu, exact: false }
+}
+
+fn model_on(backend: Backend, kv: KvType) -> Model {
     let folder = tempfile::tempdir().unwrap();
     let path = write_gguf(&folder.path().join("tiny.gguf"), &SMALL, 11, GgmlDType::Q8_0);
-    Model::open(&path, Backend::cpu(), kv).unwrap()
+    Model::open(&path, backend, kv).unwrap()
 }
 
 fn settings(dir: &Path) -> StoreSettings {
@@ -51,9 +60,12 @@ fn stored(dir: &Path, model: &mut Model) -> PathBuf {
 
 #[test]
 fn what_is_found_gives_the_same_bits() {
-    for kv_type in [KvType::F16, KvType::F32, KvType::Q8_0] {
+    let ours = [KvType::F16, KvType::F32, KvType::Q8_0].map(|kv_type| (Backend::cpu(), kv_type));
+    let candles = [KvType::F16, KvType::F32].map(|kv_type| (candle(), kv_type));
+    for (backend, kv_type) in ours.into_iter().chain(candles) {
         let dir = tempfile::tempdir().unwrap();
-        let mut model = model(kv_type);
+        let is_ours = matches!(backend, Backend::Cpu { .. });
+        let mut model = model_on(backend, kv_type);
         let path = stored(dir.path(), &mut model);
         store::verify(&path).unwrap();
         // The whole prefix, a part that ends within a block, and one that only begins the same.
@@ -64,7 +76,8 @@ fn what_is_found_gives_the_same_bits() {
             (other.clone(), other.len() - 1, 150),
         ] {
             let mut reader = PrefixStore::new(settings(dir.path()));
-            let mut kv = reader.lookup(model.kv_shape(), &prompt, limit, 0).unwrap();
+            let kv = reader.lookup(model.kv_shape(), &prompt, limit, 0).unwrap();
+            let mut kv = model.take_in(kv).unwrap();
             assert_eq!((kv.len(), reader.take_notes().len()), (found, 0));
             let mut cold = filled(&mut model, &prompt[..found]);
             let next = forward(&mut model, &mut kv, &prompt[found..]);
@@ -72,7 +85,10 @@ fn what_is_found_gives_the_same_bits() {
             // Rolled back into the mapped part and forward again.
             kv.truncate(70);
             let again = forward(&mut model, &mut kv, &prompt[70..]);
-            assert_eq!(again, next);
+            // candle's bits depend on how many rows a pass has.
+            cold.truncate(70);
+            let expected = if is_ours { next } else { forward(&mut model, &mut cold, &prompt[70..]) };
+            assert_eq!(again, expected);
         }
         // Nothing of what was written into the sequences is in the file.
         store::verify(&path).unwrap();
@@ -231,9 +247,9 @@ fn the_least_recently_used_goes_first() {
     assert!(store::list(dir.path()).unwrap().0.is_empty());
 }
 
-fn engine(dir: &Path) -> Engine {
+fn engine(dir: &Path, backend: Backend) -> Engine {
     let settings = Settings { context_tokens: 2048, cache_bytes: 64 << 20, store: Some(settings(dir)), drafts: true };
-    Engine::start(model(KvType::F16), settings).unwrap()
+    Engine::start(model_on(backend, KvType::F16), settings).unwrap()
 }
 
 fn run(engine: &Engine, prompt: Vec<u32>, pinned: usize) -> Report {
@@ -243,6 +259,16 @@ fn run(engine: &Engine, prompt: Vec<u32>, pinned: usize) -> Report {
 /// Three processes, one after the other: the first computes, the second finds the pinned prefix, the third a session's end.
 #[test]
 fn the_next_process_begins_where_the_last_one_was() {
+    processes(&Backend::cpu());
+}
+
+#[test]
+fn so_it_does_with_keys_and_values_on_a_device() {
+    processes(&candle());
+}
+
+fn processes(backend: &Backend) {
+    let engine = |dir: &Path| engine(dir, backend.clone());
     let dir = tempfile::tempdir().unwrap();
     let (pinned, asked) = (300, 300 + KEPT_TOKENS_MIN);
     let first = engine(dir.path());
