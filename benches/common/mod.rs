@@ -34,7 +34,7 @@ pub fn model() -> (PathBuf, Option<tempfile::TempDir>) {
 
 /// Weights of the 0.5B shape in the types of its Q4_K_M file. Blocks are noise with small scales: speed does not depend on
 /// what the numbers are.
-fn write_random(path: &Path) {
+pub fn write_random(path: &Path) {
     use gguf_file::Value as V;
     let (vocab, hidden, layers, kv, inner) = (151_936, 896, 24, 128, 4864);
     let n = |x: usize| V::U32(x as u32);

@@ -428,15 +428,23 @@ pub fn open_qwen(
             found.id, config.context
         )));
     }
+    let backend = backend(options)?;
+    let (available, place) = match &backend {
+        Backend::Cpu { .. } => (hub::available_bytes(), ""),
+        Backend::Candle { .. } => (backend.device_free_bytes(), " of the device"),
+    };
+    if available.is_none() {
+        said.push(format!("how much memory{place} is free is not known here, so whether the model fits is not checked"));
+    }
     let weights = found.bytes + OVERHEAD_BYTES;
     let mut context_tokens = options.context_tokens.unwrap_or(config.context);
     let mut cache_bytes = 1 << 30;
-    if let Some(available) = hub::available_bytes() {
+    if let Some(available) = available {
         let room = (available.saturating_sub(weights) / shape.bytes(BLOCK) as u64) as usize * BLOCK;
         if options.context_tokens.is_none() && room < context_tokens && room >= SMALLEST_CONTEXT {
             context_tokens = room;
             said.push(format!(
-                "the context is {room} tokens and not the model's {}: more does not fit into the free memory ({})",
+                "the context is {room} tokens and not the model's {}: more does not fit into the free memory{place} ({})",
                 config.context,
                 hub::human_bytes(available)
             ));
@@ -446,7 +454,7 @@ pub fn open_qwen(
         cache_bytes = cache_bytes.min((available - needed) as usize / 2 + shape.bytes(context_tokens) / 2);
     }
     let opened = qwen::Options {
-        backend: backend(options)?,
+        backend,
         kv_type,
         context_tokens,
         cache_bytes,

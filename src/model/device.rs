@@ -33,6 +33,16 @@ struct Layer {
     down: Weight,
 }
 
+/// What a CUDA device has left; the driver's figure is of the device that this thread made last.
+pub(super) fn free_bytes(device: &Device) -> Option<u64> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        return candle_core::cuda_backend::cudarc::driver::result::mem_get_info().ok().map(|(free, _)| free as u64);
+    }
+    let _ = device;
+    None
+}
+
 /// A matrix `[n, k]`.
 enum Weight {
     Quantized(QMatMul),

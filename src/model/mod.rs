@@ -71,6 +71,14 @@ impl Backend {
         Backend::Cpu { tier: Tier::detect(), threads }
     }
 
+    /// Free memory of the device; `None` on the CPU, and where the device does not say.
+    pub fn device_free_bytes(&self) -> Option<u64> {
+        match self {
+            Backend::Cpu { .. } => None,
+            Backend::Candle { device, .. } => device::free_bytes(device),
+        }
+    }
+
     /// What a session records: equal names give equal bits on the CPU.
     pub fn name(&self) -> String {
         match self {

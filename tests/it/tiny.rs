@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::{GgmlDType, QTensor, gguf_file};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 /// The shape of a test model.
 #[derive(Clone, Copy)]
@@ -75,8 +75,13 @@ fn value(seed: u64, i: usize, shape: &[usize]) -> Tensor {
     Tensor::from_vec(data, shape, &Device::Cpu).unwrap()
 }
 
-/// Writes `config.json` and the weights in two shards.
+/// Writes `config.json` and the weights in two shards, in f32.
 pub fn write_safetensors(folder: &Path, s: &Shape, seed: u64) {
+    write_safetensors_as(folder, s, seed, DType::F32);
+}
+
+/// The same in another type.
+pub fn write_safetensors_as(folder: &Path, s: &Shape, seed: u64, dtype: DType) {
     let config = serde_json::json!({
         "model_type": "qwen2", "vocab_size": s.vocab, "hidden_size": s.hidden, "num_hidden_layers": s.layers,
         "num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads, "intermediate_size": s.intermediate,
@@ -86,7 +91,7 @@ pub fn write_safetensors(folder: &Path, s: &Shape, seed: u64) {
     std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
     let mut shards = [HashMap::new(), HashMap::new()];
     for (i, (hf, _, shape)) in tensors(s).into_iter().enumerate() {
-        let tensor = value(seed, i, &shape);
+        let tensor = value(seed, i, &shape).to_dtype(dtype).unwrap();
         shards[i % 2].insert(hf, tensor);
     }
     for (i, shard) in shards.iter().enumerate() {
