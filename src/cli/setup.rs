@@ -434,7 +434,9 @@ pub fn open_qwen(
         Backend::Candle { .. } => (backend.device_free_bytes(), " of the device"),
     };
     if available.is_none() {
-        said.push(format!("how much memory{place} is free is not known here, so whether the model fits is not checked"));
+        said.push(format!(
+            "how much memory{place} is free is not known here, so whether the model fits is not checked"
+        ));
     }
     let weights = found.bytes + OVERHEAD_BYTES;
     let mut context_tokens = options.context_tokens.unwrap_or(config.context);

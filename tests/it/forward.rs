@@ -300,6 +300,29 @@ fn a_position_has_the_same_bits_however_it_is_reached() {
     }
 }
 
+/// Heads of other lengths and other groups, in each tier: long vectors take what is left over alone.
+#[test]
+fn attention_has_the_same_bits_in_each_tier() {
+    let folder = tempfile::tempdir().unwrap();
+    for (hidden, heads, kv_heads) in [(256, 16, 2), (192, 4, 4), (256, 2, 1), (480, 6, 2)] {
+        let shape = Shape { vocab: 296, hidden, layers: 2, heads, kv_heads, intermediate: 256, tied: false };
+        let path = write_gguf(&folder.path().join("heads.gguf"), &shape, 9, GgmlDType::F32);
+        let ids: Vec<u32> = (0..140).map(|i| (i * 31 + 7) % 290).collect();
+        for kv_type in [KvType::F16, KvType::F32, KvType::Q8_0] {
+            if kv_type == KvType::Q8_0 && !(hidden / heads).is_multiple_of(32) {
+                continue; // refused by name when it is opened
+            }
+            let mut oracle = Model::open(&path, Backend::Cpu { tier: Tier::Portable, threads: 1 }, kv_type).unwrap();
+            let expected = oracle.forward(&mut oracle.new_kv(), &ids, Logits::All, &|| false).unwrap();
+            for tier in Tier::available().into_iter().filter(|&tier| tier != Tier::Portable) {
+                let mut model = Model::open(&path, Backend::Cpu { tier, threads: 2 }, kv_type).unwrap();
+                let rows = model.forward(&mut model.new_kv(), &ids, Logits::All, &|| false).unwrap();
+                assert!(rows == expected, "{heads} heads of {}, {kv_type:?}, {tier:?}", hidden / heads);
+            }
+        }
+    }
+}
+
 /// The real matrices' lengths, with an odd number of panels in the head: 1 to 70 rows in one pass, each tier, one and two threads.
 #[test]
 fn a_row_has_the_same_bits_among_one_to_seventy() {

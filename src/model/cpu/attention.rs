@@ -5,7 +5,7 @@
 
 use super::super::kv::{BLOCK, KvShape, KvType, SCALED};
 use super::ops::{exp, sum};
-use super::simd::Simd;
+use super::simd::{Lanes, Simd};
 
 /// Elements of a head.
 pub(crate) const HEAD_DIM_MAX: usize = 256;
@@ -36,14 +36,14 @@ const F16: u8 = 0;
 const F32: u8 = 1;
 const Q8_0: u8 = 2;
 
-/// Elements `i..i + 8`; of [`Q8_0`] the codes.
+/// Elements `i..i + 8`, and of long vectors those that are `apart` elements further; of [`Q8_0`] the codes.
 #[inline(always)]
-unsafe fn load_kv<S: Simd, const KIND: u8>(p: *const u8, i: usize) -> S::F {
+unsafe fn load_kv<L: Lanes, const KIND: u8>(p: *const u8, i: usize, apart: usize) -> L::F {
     unsafe {
         match KIND {
-            F16 => S::load_f16(p.cast::<u16>().add(i)),
-            F32 => S::load(p.cast::<f32>().add(i)),
-            _ => S::load_i8_f(p.cast::<i8>().add(i)),
+            F16 => L::load_f16_apart(p.cast::<u16>().add(i), apart),
+            F32 => L::load_apart(p.cast::<f32>().add(i), apart),
+            _ => L::load_i8_apart(p.cast::<i8>().add(i), apart),
         }
     }
 }
@@ -195,35 +195,10 @@ unsafe fn one_block<S: Simd, const G: usize, const KIND: u8>(
     unsafe {
         let tiles = valid.div_ceil(8);
         let mut scores = [[0f32; BLOCK]; G];
-        for t in 0..tiles {
-            let mut acc = [S::splat(0.0); G];
-            if KIND == Q8_0 {
-                // The scales of 8 positions are a vector: each group is summed up and then scaled.
-                let scales = keys.add(BLOCK * dim).cast::<u16>();
-                for g in 0..dim / SCALED {
-                    let mut part = [S::splat(0.0); G];
-                    for i in g * SCALED..(g + 1) * SCALED {
-                        let k = load_kv::<S, KIND>(keys, (t * dim + i) * 8);
-                        for h in 0..G {
-                            part[h] = S::fma(k, S::splat(*q[h].add(i)), part[h]);
-                        }
-                    }
-                    let scale = S::load_f16(scales.add((t * (dim / SCALED) + g) * 8));
-                    for h in 0..G {
-                        acc[h] = S::fma(part[h], scale, acc[h]);
-                    }
-                }
-            } else {
-                for i in 0..dim {
-                    let k = load_kv::<S, KIND>(keys, (t * dim + i) * 8);
-                    for h in 0..G {
-                        acc[h] = S::fma(k, S::splat(*q[h].add(i)), acc[h]);
-                    }
-                }
-            }
-            for h in 0..G {
-                S::store(scores[h].as_mut_ptr().add(8 * t), S::mul(acc[h], S::splat(scale)));
-            }
+        if S::Long::COUNT > S::COUNT {
+            scores_of::<S::Long, G, 2, KIND>(dim, scale, q, keys, tiles, &mut scores);
+        } else {
+            scores_of::<S, G, 1, KIND>(dim, scale, q, keys, tiles, &mut scores);
         }
         for h in 0..G {
             let scores = &mut scores[h];
@@ -256,8 +231,9 @@ unsafe fn one_block<S: Simd, const G: usize, const KIND: u8>(
         }
         // Of Q8_0: the weights with the values' scales.
         let mut scaled = [[0f32; BLOCK]; G];
-        for i in (0..dim).step_by(8) {
-            if KIND == Q8_0 && i % SCALED == 0 {
+        for i in (0..dim).step_by(SCALED) {
+            let end = (i + SCALED).min(dim);
+            if KIND == Q8_0 {
                 let scales = values.add(BLOCK * dim).cast::<u16>().add(i / SCALED * BLOCK);
                 for t in 0..tiles {
                     let scale = S::load_f16(scales.add(8 * t));
@@ -267,16 +243,103 @@ unsafe fn one_block<S: Simd, const G: usize, const KIND: u8>(
                     }
                 }
             }
-            let mut acc: [S::F; G] = std::array::from_fn(|h| S::load(run.out[h].as_ptr().add(i)));
-            for p in 0..valid {
-                let v = load_kv::<S, KIND>(values, i * BLOCK + p * 8);
+            let weights = if KIND == Q8_0 { &scaled } else { &scores };
+            let count = S::Long::COUNT;
+            let mut i = i;
+            while count > S::COUNT && i + 2 * count <= end {
+                weigh::<S::Long, G, 2, KIND>(i, values, valid, weights, run);
+                i += 2 * count;
+            }
+            while i < end {
+                weigh::<S::Long, G, 1, KIND>(i, values, valid, weights, run);
+                i += count;
+            }
+        }
+    }
+}
+
+/// The scores of the first `8 · tiles` positions of a block, U vectors at a time and so of a few more. What stands behind the last valid
+/// position is masked by the caller.
+#[inline(always)]
+unsafe fn scores_of<L: Lanes, const G: usize, const U: usize, const KIND: u8>(
+    dim: usize,
+    scale: f32,
+    q: &[*const f32; G],
+    keys: *const u8,
+    tiles: usize,
+    scores: &mut [[f32; BLOCK]; G],
+) {
+    unsafe {
+        // Tiles of 8 positions in a vector.
+        let wide = L::COUNT / 8;
+        for t in (0..tiles).step_by(U * wide) {
+            let mut acc = [[L::splat(0.0); G]; U];
+            let add = |sums: &mut [[L::F; G]; U], i: usize| {
+                let k: [L::F; U] =
+                    std::array::from_fn(|u| load_kv::<L, KIND>(keys, ((t + u * wide) * dim + i) * 8, dim * 8));
                 for h in 0..G {
-                    let weight = if KIND == Q8_0 { scaled[h][p] } else { scores[h][p] };
-                    acc[h] = S::fma(v, S::splat(weight), acc[h]);
+                    let q = L::splat(*q[h].add(i));
+                    for u in 0..U {
+                        sums[u][h] = L::fma(k[u], q, sums[u][h]);
+                    }
+                }
+            };
+            if KIND == Q8_0 {
+                // The scales of 8 positions are a vector: each group is summed up and then scaled.
+                let scales = keys.add(BLOCK * dim).cast::<u16>();
+                let groups = dim / SCALED;
+                for g in 0..groups {
+                    let mut part = [[L::splat(0.0); G]; U];
+                    for i in g * SCALED..(g + 1) * SCALED {
+                        add(&mut part, i);
+                    }
+                    for u in 0..U {
+                        let scale = L::load_f16_apart(scales.add(((t + u * wide) * groups + g) * 8), groups * 8);
+                        for h in 0..G {
+                            acc[u][h] = L::fma(part[u][h], scale, acc[u][h]);
+                        }
+                    }
+                }
+            } else {
+                for i in 0..dim {
+                    add(&mut acc, i);
                 }
             }
+            for u in 0..U {
+                for h in 0..G {
+                    let to = scores[h].as_mut_ptr().add(8 * (t + u * wide));
+                    L::store(to, L::mul(acc[u][h], L::splat(scale)));
+                }
+            }
+        }
+    }
+}
+
+/// Adds U vectors of values from element `i` on, of the first `valid` positions of a block, each times its weight.
+#[inline(always)]
+unsafe fn weigh<L: Lanes, const G: usize, const U: usize, const KIND: u8>(
+    i: usize,
+    values: *const u8,
+    valid: usize,
+    weights: &[[f32; BLOCK]; G],
+    run: &mut Running<G>,
+) {
+    unsafe {
+        let at = |u: usize| i + u * L::COUNT;
+        let mut acc: [[L::F; G]; U] =
+            std::array::from_fn(|u| std::array::from_fn(|h| L::load(run.out[h].as_ptr().add(at(u)))));
+        for p in 0..valid {
+            let v: [L::F; U] = std::array::from_fn(|u| load_kv::<L, KIND>(values, at(u) * BLOCK + p * 8, BLOCK * 8));
             for h in 0..G {
-                S::store(run.out[h].as_mut_ptr().add(i), acc[h]);
+                let weight = L::splat(weights[h][p]);
+                for u in 0..U {
+                    acc[u][h] = L::fma(v[u], weight, acc[u][h]);
+                }
+            }
+        }
+        for u in 0..U {
+            for h in 0..G {
+                L::store(run.out[h].as_mut_ptr().add(at(u)), acc[u][h]);
             }
         }
     }

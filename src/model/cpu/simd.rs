@@ -52,6 +52,13 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn sub_i(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn shl_i<const N: i32>(a: Self::I) -> Self::I;
+
+    /// Eight f32 at `p` for the first eight lanes, and eight that are `apart` elements further for the next.
+    unsafe fn load_apart(p: *const f32, apart: usize) -> Self::F;
+    /// As [`Lanes::load_apart`], of half floats.
+    unsafe fn load_f16_apart(p: *const u16, apart: usize) -> Self::F;
+    /// As [`Lanes::load_apart`], of i8.
+    unsafe fn load_i8_apart(p: *const i8, apart: usize) -> Self::F;
 }
 
 /// The eight lanes of one kernel tier.
@@ -209,6 +216,18 @@ impl Lanes for Portable {
     #[inline(always)]
     unsafe fn shl_i<const N: i32>(a: [i32; 8]) -> [i32; 8] {
         a.map(|x| x << N)
+    }
+    #[inline(always)]
+    unsafe fn load_apart(p: *const f32, _apart: usize) -> F8 {
+        unsafe { Self::load(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16_apart(p: *const u16, _apart: usize) -> F8 {
+        unsafe { Self::load_f16(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_i8_apart(p: *const i8, _apart: usize) -> F8 {
+        unsafe { Self::load_i8_f(p) }
     }
 }
 
@@ -428,6 +447,11 @@ mod x86 {
             fn add_i(a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi32(a, b) }
             fn sub_i(a: __m256i, b: __m256i) -> __m256i { _mm256_sub_epi32(a, b) }
             fn shl_i<const N: i32>(a: __m256i) -> __m256i { _mm256_slli_epi32::<N>(a) }
+            fn load_apart(p: *const f32, _apart: usize) -> __m256 { _mm256_loadu_ps(p) }
+            fn load_f16_apart(p: *const u16, _apart: usize) -> __m256 { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+            fn load_i8_apart(p: *const i8, _apart: usize) -> __m256 {
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())))
+            }
         }
     }
 
@@ -480,6 +504,21 @@ mod x86 {
             fn add_i(a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
             fn sub_i(a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi32(a, b) }
             fn shl_i<const N: i32>(a: __m512i) -> __m512i { _mm512_sll_epi32(a, _mm_cvtsi32_si128(N)) }
+            fn load_apart(p: *const f32, apart: usize) -> __m512 {
+                {
+                    let low = _mm512_castsi256_si512(_mm256_loadu_si256(p.cast()));
+                    _mm512_castsi512_ps(_mm512_inserti64x4::<1>(low, _mm256_loadu_si256(p.add(apart).cast())))
+                }
+            }
+            fn load_f16_apart(p: *const u16, apart: usize) -> __m512 {
+                _mm512_cvtph_ps(_mm256_set_m128i(_mm_loadu_si128(p.add(apart).cast()), _mm_loadu_si128(p.cast())))
+            }
+            fn load_i8_apart(p: *const i8, apart: usize) -> __m512 {
+                {
+                    let both = _mm_unpacklo_epi64(_mm_loadl_epi64(p.cast()), _mm_loadl_epi64(p.add(apart).cast()));
+                    _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(both))
+                }
+            }
         }
     }
 }
