@@ -25,6 +25,8 @@ const MAGIC: [u8; 8] = *b"cobkv\0\0\x01";
 /// Magic, checksum of the header, its length.
 const FIXED: usize = 8 + 8 + 4;
 const ALIGNMENT: usize = 4096;
+/// Of a header: about four million tokens.
+const LENGTH_MAX: usize = 16 << 20;
 const SUFFIX: &str = "kv";
 /// A file that a process began and did not rename; after this long nobody writes it any more.
 const STALE: Duration = Duration::from_secs(3600);
@@ -60,12 +62,21 @@ pub struct PrefixStore {
     notes: Vec<String>,
     /// Files that turned out to be unusable: each is said once.
     bad: Vec<PathBuf>,
-    writer: Option<std::thread::JoinHandle<Option<String>>>,
+    writer: Option<Writer>,
+    /// What could not be written; it is not tried again.
+    failed: Vec<PathBuf>,
+}
+
+/// A file that is being written.
+struct Writer {
+    path: PathBuf,
+    /// What went wrong.
+    thread: std::thread::JoinHandle<Option<String>>,
 }
 
 impl PrefixStore {
     pub fn new(settings: StoreSettings) -> Self {
-        PrefixStore { settings, notes: Vec::new(), bad: Vec::new(), writer: None }
+        PrefixStore { settings, notes: Vec::new(), bad: Vec::new(), writer: None, failed: Vec::new() }
     }
 
     /// Something to be said with the next report.
@@ -74,6 +85,9 @@ impl PrefixStore {
     }
 
     pub fn take_notes(&mut self) -> Vec<String> {
+        if self.writer.as_ref().is_some_and(|writer| writer.thread.is_finished()) {
+            self.finish();
+        }
         std::mem::take(&mut self.notes)
     }
 
@@ -83,38 +97,36 @@ impl PrefixStore {
         if limit < known + self.settings.tokens_min {
             return None;
         }
-        let mut best: Option<(usize, PathBuf)> = None;
+        let worth_it = known + self.settings.tokens_min;
+        let common = |header: &Header| header.ids.iter().zip(ids).take_while(|(a, b)| a == b).count().min(limit);
+        let mut candidates: Vec<(usize, PathBuf)> = Vec::new();
         for path in files(&self.settings.dir).unwrap_or_default() {
             if !self.is_ours(&path) || self.bad.contains(&path) {
                 continue;
             }
-            match Header::read(&path) {
-                Ok(header) => {
-                    let common = header.ids.iter().zip(ids).take_while(|(a, b)| a == b).count().min(limit);
-                    if common >= known + self.settings.tokens_min
-                        && best.as_ref().is_none_or(|(most, _)| common > *most)
-                    {
-                        best = Some((common, path));
-                    }
-                }
+            match Header::open(&path) {
+                Ok((header, _)) => candidates.push((common(&header), path)),
                 // Another process may just have thrown it out.
-                Err(Fault::Io(error)) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(fault) if fault.is_absence() => {}
                 Err(fault) => self.give_up(path, &fault),
             }
         }
-        let (common, path) = best?;
-        match open(&path, &self.settings.fingerprint, shape) {
-            Ok(mut kv) => {
-                // The clock of the store: the least recently used goes first.
-                let _ = File::options().append(true).open(&path).and_then(|file| file.set_modified(SystemTime::now()));
-                kv.truncate(common);
-                Some(kv)
-            }
-            Err(fault) => {
-                self.give_up(path, &fault);
-                None
+        candidates.retain(|(common, _)| *common >= worth_it);
+        candidates.sort_by(|a, b| b.cmp(a));
+        for (_, path) in candidates {
+            match open(&path, &self.settings.fingerprint, shape) {
+                // Another process may have put another file into its place.
+                Ok((header, _)) if common(&header) < worth_it => {}
+                Ok((header, mut kv)) => {
+                    touch(&path);
+                    kv.truncate(common(&header));
+                    return Some(kv);
+                }
+                Err(fault) if fault.is_absence() => {}
+                Err(fault) => self.give_up(path, &fault),
             }
         }
+        None
     }
 
     /// Keeps `kv`, which holds exactly `ids`, unless it is there already. The file is written by a thread of its own; the next
@@ -125,8 +137,12 @@ impl PrefixStore {
             return;
         }
         let path = self.path(ids);
-        if path.exists() && !self.bad.contains(&path) {
+        let is_being_written = self.writer.as_ref().is_some_and(|writer| writer.path == path);
+        if is_being_written || self.failed.contains(&path) {
             return;
+        }
+        if path.exists() && !self.bad.contains(&path) {
+            return touch(&path);
         }
         self.finish();
         self.bad.retain(|bad| *bad != path);
@@ -139,13 +155,13 @@ impl PrefixStore {
                     .push(format!("the prefix is not kept on disk: it cannot be read from the device: {why}"));
             }
         };
-        let (settings, ids) = (self.settings.clone(), ids.to_vec());
-        let write = move || match write(&path, &settings, &ids, &kv) {
+        let (settings, ids, to) = (self.settings.clone(), ids.to_vec(), path.clone());
+        let write = move || match write(&to, &settings, &ids, &kv) {
             Ok(()) => None,
-            Err(error) => Some(format!("the prefix is not kept on disk: {}: {error}", path.display())),
+            Err(error) => Some(format!("the prefix is not kept on disk: {}: {error}", to.display())),
         };
         match std::thread::Builder::new().name("cob-store".into()).spawn(write) {
-            Ok(writer) => self.writer = Some(writer),
+            Ok(thread) => self.writer = Some(Writer { path, thread }),
             Err(error) => self.notes.push(format!("the prefix is not kept on disk: no thread can be started: {error}")),
         }
     }
@@ -153,8 +169,11 @@ impl PrefixStore {
     /// Waits for what is being written.
     pub fn finish(&mut self) {
         if let Some(writer) = self.writer.take() {
-            let note = writer.join().unwrap_or_else(|_| Some("the thread that keeps prefixes on disk panicked".into()));
-            self.notes.extend(note);
+            let panicked = || Some("the thread that keeps prefixes on disk panicked".into());
+            if let Some(note) = writer.thread.join().unwrap_or_else(|_| panicked()) {
+                self.notes.push(note);
+                self.failed.push(writer.path);
+            }
         }
     }
 
@@ -187,6 +206,11 @@ impl Drop for PrefixStore {
     }
 }
 
+/// The clock of the store: the least recently used goes first.
+fn touch(path: &Path) {
+    let _ = File::options().append(true).open(path).and_then(|file| file.set_modified(SystemTime::now()));
+}
+
 /// What of a fingerprint stands in a file's name.
 fn short(fingerprint: &[u8; 32]) -> String {
     hex(&fingerprint[..8])
@@ -214,6 +238,12 @@ enum Fault {
     Damaged(String),
     /// It is whole, and of something else.
     Foreign(&'static str),
+}
+
+impl Fault {
+    fn is_absence(&self) -> bool {
+        matches!(self, Fault::Io(error) if error.kind() == io::ErrorKind::NotFound)
+    }
 }
 
 impl std::fmt::Display for Fault {
@@ -266,10 +296,14 @@ impl Header {
     }
 
     /// Reads and checks all but the blocks; the length of the file is compared with what the header says.
-    fn read(path: &Path) -> Result<Header, Fault> {
+    fn open(path: &Path) -> Result<(Header, File), Fault> {
+        let damaged = |why: &str| Fault::Damaged(why.to_owned());
+        // Opening a pipe would wait for whoever writes into it.
+        if !fs::metadata(path)?.is_file() {
+            return Err(Fault::Io(io::Error::other("it is no regular file")));
+        }
         let mut file = File::open(path)?;
         let bytes_total = file.metadata()?.len();
-        let damaged = |why: &str| Fault::Damaged(why.to_owned());
         let mut fixed = [0u8; FIXED];
         read_exact(&mut file, &mut fixed)?;
         if fixed[..8] != MAGIC {
@@ -277,7 +311,8 @@ impl Header {
         }
         let sum = u64::from_le_bytes(fixed[8..16].try_into().expect("eight bytes"));
         let len = u32::from_le_bytes(fixed[16..20].try_into().expect("four bytes")) as usize;
-        if !len.is_multiple_of(ALIGNMENT) || len as u64 > bytes_total || len < FIXED + 32 + 20 {
+        if !len.is_multiple_of(ALIGNMENT) || len as u64 > bytes_total || !(FIXED + 32 + 20..=LENGTH_MAX).contains(&len)
+        {
             return Err(damaged("its header has no such length"));
         }
         let mut body = vec![0u8; len - 16];
@@ -286,7 +321,7 @@ impl Header {
         if XxHash3_64::oneshot(&body) != sum {
             return Err(damaged("the checksum of its header"));
         }
-        // Behind the checksum everything is as it was written.
+        // Behind the checksum everything is as it was written, by whomever.
         let word = |i: usize| u32::from_le_bytes(body[36 + 4 * i..40 + 4 * i].try_into().expect("four bytes")) as usize;
         let kind = match word(3) {
             1 => KvType::Q8_0,
@@ -305,12 +340,17 @@ impl Header {
         let ids = ids.map(|b| u32::from_le_bytes(b.try_into().expect("four bytes"))).collect();
         let sums = body[sums_at..sums_at + blocks * 8].chunks_exact(8);
         let sums = sums.map(|b| u64::from_le_bytes(b.try_into().expect("eight bytes"))).collect();
-        if bytes_total != len as u64 + (blocks * shape.block_bytes()) as u64 {
+        if shape_is_absurd(&shape) || bytes_total != len as u64 + (blocks * shape.block_bytes()) as u64 {
             return Err(damaged("its length"));
         }
         let fingerprint = body[4..36].try_into().expect("32 bytes");
-        Ok(Header { fingerprint, shape, ids, sums, len })
+        Ok((Header { fingerprint, shape, ids, sums, len }, file))
     }
+}
+
+/// Whether the bytes of its blocks might overflow.
+fn shape_is_absurd(shape: &KvShape) -> bool {
+    [shape.layers, shape.kv_heads, shape.head_dim].iter().any(|&n| n > 1 << 12)
 }
 
 fn read_exact(file: &mut File, bytes: &mut [u8]) -> Result<(), Fault> {
@@ -321,23 +361,24 @@ fn read_exact(file: &mut File, bytes: &mut [u8]) -> Result<(), Fault> {
 }
 
 /// Maps a file and checks every block of it.
-fn open(path: &Path, fingerprint: &[u8; 32], shape: KvShape) -> Result<Kv, Fault> {
-    let header = Header::read(path)?;
+fn open(path: &Path, fingerprint: &[u8; 32], shape: KvShape) -> Result<(Header, Kv), Fault> {
+    let (header, file) = Header::open(path)?;
     if header.fingerprint != *fingerprint {
         return Err(Fault::Foreign("model, tokenizer, template, KV type or kernel tier"));
     }
     if header.shape != shape {
         return Err(Fault::Foreign("shape"));
     }
-    let map = mapped(path, &header)?;
+    let map = mapped(&file, &header)?;
     check_blocks(&map, &header)?;
-    Ok(Kv::mapped(shape, header.ids.len(), Arc::new(map), header.len))
+    let kv = Kv::mapped(shape, header.ids.len(), Arc::new(map), header.len);
+    Ok((header, kv))
 }
 
-fn mapped(path: &Path, header: &Header) -> Result<Mmap, Fault> {
+fn mapped(file: &File, header: &Header) -> Result<Mmap, Fault> {
     // SAFETY: files of the store are replaced and removed, never written again. Whoever does so all the same from outside can make
     // this process read other numbers, or end it with SIGBUS, and could as well have changed the model.
-    let map = unsafe { Mmap::map(&File::open(path)?)? };
+    let map = unsafe { Mmap::map(file)? };
     let expected = header.len + header.sums.len() * header.shape.block_bytes();
     if map.len() != expected { Err(Fault::Damaged("its length".into())) } else { Ok(map) }
 }
@@ -351,9 +392,14 @@ fn check_blocks(map: &[u8], header: &Header) -> Result<(), Fault> {
     let half = blocks.len() / 2;
     let (front, back) = blocks.split_at(half);
     let (a, b) = std::thread::scope(|scope| {
-        let other = scope.spawn(|| first_wrong(front));
-        let b = first_wrong(back);
-        (other.join().unwrap_or(Some(0)), b)
+        match std::thread::Builder::new().spawn_scoped(scope, || first_wrong(front)) {
+            Ok(other) => {
+                let b = first_wrong(back);
+                (other.join().unwrap_or(Some(0)), b)
+            }
+            // Where no thread can be had it takes twice as long.
+            Err(_) => (first_wrong(front), first_wrong(back)),
+        }
     });
     match a.or(b.map(|at| at + half)) {
         None => Ok(()),
@@ -378,7 +424,7 @@ fn write(path: &Path, settings: &StoreSettings, ids: &[u32], kv: &Kv) -> io::Res
     #[cfg(unix)]
     std::os::unix::fs::DirBuilderExt::mode(&mut folder, 0o700);
     folder.create(&settings.dir)?;
-    make_room(&settings.dir, settings.bytes_max - bytes)?;
+    make_room(&settings.dir, settings.bytes_max - bytes, Some(path))?;
     // Readable by its owner only, as what it was computed from may be private.
     let mut file = tempfile::Builder::new().prefix(".writing-").tempfile_in(&settings.dir)?;
     file.write_all(&header)?;
@@ -386,31 +432,42 @@ fn write(path: &Path, settings: &StoreSettings, ids: &[u32], kv: &Kv) -> io::Res
         file.write_all(block)?;
     }
     file.persist(path).map_err(|error| error.error)?;
-    Ok(())
+    // Other processes may have written in the meantime.
+    make_room(&settings.dir, settings.bytes_max, None)
 }
 
 /// Removes the least recently used files until the rest takes no more than `bytes_max`, and what a dead process left half written.
-fn make_room(dir: &Path, bytes_max: u64) -> io::Result<()> {
+/// `but`: a file that is about to be replaced and does not count.
+///
+/// # Errors
+/// A file that cannot be removed, if there is no room without that.
+fn make_room(dir: &Path, bytes_max: u64, but: Option<&Path>) -> io::Result<()> {
     for entry in fs::read_dir(dir)?.flatten().filter(is_left_over) {
         let _ = fs::remove_file(entry.path());
     }
     let mut kept: Vec<(SystemTime, u64, PathBuf)> = Vec::new();
     for path in files(dir)? {
-        if let Ok(meta) = fs::metadata(&path) {
+        if let Ok(meta) = fs::metadata(&path)
+            && meta.is_file()
+            && Some(path.as_path()) != but
+        {
             kept.push((meta.modified().unwrap_or(SystemTime::UNIX_EPOCH), meta.len(), path));
         }
     }
     kept.sort();
     let mut bytes: u64 = kept.iter().map(|(_, bytes, _)| bytes).sum();
+    let mut failure = Ok(());
     for (_, size, path) in kept {
         if bytes <= bytes_max {
-            break;
+            return Ok(());
         }
         // A process that has it mapped keeps what it has.
-        remove(&path)?;
-        bytes -= size;
+        match remove(&path) {
+            Ok(()) => bytes -= size,
+            Err(error) => failure = Err(error),
+        }
     }
-    Ok(())
+    if bytes <= bytes_max { Ok(()) } else { failure }
 }
 
 /// Whether nobody writes this unfinished file any more.
@@ -434,8 +491,9 @@ pub type Unusable = (PathBuf, String);
 pub fn list(dir: &Path) -> io::Result<(Vec<Entry>, Vec<Unusable>)> {
     let (mut entries, mut bad) = (Vec::new(), Vec::new());
     for path in files(dir)? {
-        let header = match Header::read(&path) {
-            Ok(header) => header,
+        let header = match Header::open(&path) {
+            Ok((header, _)) => header,
+            Err(fault) if fault.is_absence() => continue,
             Err(fault) => {
                 bad.push((path, fault.to_string()));
                 continue;
@@ -462,8 +520,8 @@ pub fn list(dir: &Path) -> io::Result<(Vec<Entry>, Vec<Unusable>)> {
 /// What is wrong with it.
 pub fn verify(path: &Path) -> Result<(), String> {
     let check = || {
-        let header = Header::read(path)?;
-        check_blocks(&mapped(path, &header)?, &header)
+        let (header, file) = Header::open(path)?;
+        check_blocks(&mapped(&file, &header)?, &header)
     };
     check().map_err(|fault| fault.to_string())
 }

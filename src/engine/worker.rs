@@ -76,6 +76,11 @@ impl Worker {
     fn take_waiting(&mut self) {
         let Some(job) = self.waiting.take() else { return };
         match job {
+            // It does not wait for its turn to be told so.
+            Job::Run(request, events) if request.cancel.is_cancelled() && self.refusal(&request).is_none() => {
+                let run = Run::new(request, self.model.new_kv(), events, false);
+                self.end(run, Ok(FinishReason::Cancelled));
+            }
             Job::Run(request, events) => match self.refusal(&request) {
                 Some(failure) => {
                     let _ = events.send(Event::Failed(failure));
@@ -111,6 +116,10 @@ impl Worker {
         if prompt_tokens == 0 {
             return Some(Failure::Failed("the prompt is empty".into()));
         }
+        let vocab = self.model.config().vocab;
+        if let Some(id) = request.prompt.iter().find(|&&id| id as usize >= vocab) {
+            return Some(Failure::Failed(format!("token id {id} of the prompt is outside the vocabulary of {vocab}")));
+        }
         (prompt_tokens.saturating_add(reserved_tokens) > context_tokens).then_some(Failure::Overflow {
             prompt_tokens,
             reserved_tokens,
@@ -138,18 +147,31 @@ impl Worker {
         }
         // A pass is given up when nobody waits for it any more.
         let cancelled = || cancels.iter().all(|cancel| cancel.is_cancelled());
-        let result = if parts.is_empty() { Ok(Vec::new()) } else { self.model.forward_batch(&mut parts, &cancelled) };
-        let mut result = result.map(Vec::into_iter);
-        for (mut run, step) in std::mem::take(&mut self.runs).into_iter().zip(steps) {
-            let end = match (step, &mut result) {
-                (Step::Wait, _) => None,
-                (Step::Done(end), _) => Some(end),
-                (Step::Rows(..), Ok(logits)) => {
-                    self.take(&mut run, logits.next().unwrap_or_default());
-                    None
+        let results: Vec<Result<Vec<f32>, ModelError>> = match parts.len() {
+            0 => Vec::new(),
+            n => match self.model.forward_batch(&mut parts, &cancelled) {
+                Ok(logits) => logits.into_iter().map(Ok).collect(),
+                // One of them cannot be evaluated, and nothing was: each alone says which.
+                Err(ModelError::Failed(_)) if n > 1 => {
+                    let alone = |part| Ok(self.model.forward_batch(std::slice::from_mut(part), &cancelled)?.remove(0));
+                    parts.iter_mut().map(alone).collect()
                 }
-                (Step::Rows(..), Err(ModelError::Cancelled)) => Some(Ok(FinishReason::Cancelled)),
-                (Step::Rows(..), Err(ModelError::Failed(why))) => Some(Err(why.clone())),
+                Err(error) => (0..n).map(|_| Err(error.clone())).collect(),
+            },
+        };
+        let mut results = results.into_iter();
+        for (mut run, step) in std::mem::take(&mut self.runs).into_iter().zip(steps) {
+            let end = match step {
+                Step::Wait => None,
+                Step::Done(end) => Some(end),
+                Step::Rows(..) => match results.next().expect("a result for each part") {
+                    Ok(logits) => {
+                        self.take(&mut run, logits);
+                        None
+                    }
+                    Err(ModelError::Cancelled) => Some(Ok(FinishReason::Cancelled)),
+                    Err(ModelError::Failed(why)) => Some(Err(why)),
+                },
             };
             match end {
                 None => self.runs.push(run),
@@ -163,7 +185,11 @@ impl Worker {
     fn steps(&mut self) -> Vec<Step> {
         let alone = self.runs.len() == 1;
         let mut room = CHUNK;
-        let mut steps: Vec<Step> = self.runs.iter().map(|_| Step::Wait).collect();
+        let waits = |run: &Run| match run.request.cancel.is_cancelled() {
+            true => Step::Done(Ok(FinishReason::Cancelled)),
+            false => Step::Wait,
+        };
+        let mut steps: Vec<Step> = self.runs.iter().map(waits).collect();
         let decoding = (0..self.runs.len()).filter(|&i| !self.runs[i].prefilling());
         let prefilling = (0..self.runs.len()).find(|&i| self.runs[i].prefilling());
         for i in decoding.chain(prefilling).collect::<Vec<_>>() {
@@ -225,6 +251,12 @@ impl Worker {
             self.cache.insert(&prompt[..found.len()], &found, found.len() <= pinned);
             kv = found;
         }
+        // What is known beyond the pinned prefix may be dropped as a whole; the prefix stays.
+        if 0 < pinned && pinned <= kv.len() {
+            let mut prefix = kv.clone();
+            prefix.truncate(pinned);
+            self.cache.insert(&prompt[..pinned], &prefix, true);
+        }
         self.runs[i].begin(started, kv, restored);
     }
 
@@ -240,7 +272,9 @@ impl Worker {
             Err(why) => Event::Failed(Failure::Failed(why)),
         };
         run.send(last);
-        self.last = self.store.is_some().then_some(Last { ids: held, kv: run.kv, pinned: run.request.pinned });
+        if self.store.is_some() && !held.is_empty() {
+            self.last = Some(Last { ids: held, kv: run.kv, pinned: run.request.pinned });
+        }
     }
 }
 

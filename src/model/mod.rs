@@ -38,7 +38,7 @@ pub struct Part<'a> {
     pub logits: Logits,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum Error {
     Cancelled,
     Failed(String),

@@ -391,3 +391,77 @@ fn one_that_fails_or_is_cancelled_leaves_the_others_alone() {
     let Event::Finished(report) = last(&mut plain) else { panic!("it ends") };
     assert_eq!(report.ids, expected);
 }
+
+/// Forces one token.
+struct ForcingOnce(Option<u32>);
+
+impl Mask for ForcingOnce {
+    fn forced(&mut self) -> Vec<u32> {
+        self.0.take().into_iter().collect()
+    }
+    fn allow(&mut self, _: &mut [f32]) -> Result<(), String> {
+        Ok(())
+    }
+    fn accept(&mut self, _: u32) -> Result<Verdict, String> {
+        Ok(Verdict::Continue)
+    }
+}
+
+#[test]
+fn a_token_that_does_not_exist_fails_alone() {
+    let engine = engine(2048);
+    let expected = run(&engine, request(prompt(90), Unmasked)).unwrap().ids;
+    engine.clear_cache();
+    let mut plain = engine.submit(request(prompt(90), Unmasked));
+    let mut forcing = engine.submit(request(prompt(80), ForcingOnce(Some(4_000_000_000))));
+    let why = |failure: Failure| match failure {
+        Failure::Failed(why) => why,
+        other => panic!("{other:?}"),
+    };
+    let asked = run(&engine, request(vec![5, 4_000_000_000], Unmasked)).unwrap_err();
+    assert!(why(asked).contains("token id 4000000000 of the prompt is outside"));
+    let mut failed = None;
+    while let Some(event) = forcing.blocking_recv() {
+        if let Event::Failed(failure) = event {
+            failed = Some(why(failure));
+        }
+    }
+    assert!(failed.unwrap().contains("token id 4000000000 is outside the vocabulary"));
+    let mut ids = Vec::new();
+    while let Some(event) = plain.blocking_recv() {
+        match event {
+            Event::Finished(report) => ids = report.ids,
+            Event::Failed(failure) => panic!("{failure:?}"),
+            _ => {}
+        }
+    }
+    assert_eq!(ids, expected);
+}
+
+#[test]
+fn a_request_that_waits_is_cancelled_at_once() {
+    let engine = engine(1 << 16);
+    // Long enough for a test to see what comes first.
+    let long = request((0..20_000).map(|i| i % 290).collect(), Unmasked);
+    let cancel = long.cancel.clone();
+    let mut first = engine.submit(long);
+    let waiting = request(prompt(90), Unmasked);
+    let cancelled = waiting.cancel.clone();
+    let mut waiting = engine.submit(waiting);
+    cancelled.cancel();
+    let report = loop {
+        match waiting.blocking_recv() {
+            Some(Event::Finished(report)) => break report,
+            Some(_) => {}
+            None => panic!("it ends"),
+        }
+    };
+    assert_eq!((report.finish, report.usage.prefilled_tokens), (FinishReason::Cancelled, 0));
+    cancel.cancel();
+    let mut ended = None;
+    while let Some(event) = first.blocking_recv() {
+        ended = Some(event);
+    }
+    let Some(Event::Finished(report)) = ended else { panic!("it ends") };
+    assert_eq!(report.finish, FinishReason::Cancelled, "the first was still on its way");
+}

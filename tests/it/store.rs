@@ -162,6 +162,71 @@ fn every_damage_is_a_miss_with_a_note() {
     assert_eq!(std::fs::read(&path).unwrap(), whole);
 }
 
+/// What has a right checksum may still have been made by someone else.
+#[test]
+fn what_cannot_be_a_prefix_is_said_and_hinders_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut model = model(KvType::F16);
+    let path = stored(dir.path(), &mut model);
+    let shorter = filled(&mut model, &ids(150));
+    let mut writer = PrefixStore::new(settings(dir.path()));
+    writer.save(&ids(150), shorter);
+    writer.finish();
+    let whole = std::fs::read(&path).unwrap();
+    // Layers, KV heads, elements of a head: their product overflows. Then a header that claims to be as long as the file allows.
+    let mut absurd = whole.clone();
+    absurd[52..64].fill(0xFF);
+    let length = u32::from_le_bytes(whole[16..20].try_into().unwrap()) as usize;
+    let sum = twox_hash::XxHash3_64::oneshot(&absurd[16..length]);
+    absurd[8..16].copy_from_slice(&sum.to_le_bytes());
+    let mut long = whole.clone();
+    long[16..20].copy_from_slice(&0xFFFF_F000u32.to_le_bytes());
+    for bytes in [absurd, long] {
+        std::fs::write(&path, bytes).unwrap();
+        if whole.len() < 1 << 30 {
+            std::fs::File::options().write(true).open(&path).unwrap().set_len(0xFFFF_F000).unwrap();
+        }
+        assert!(store::verify(&path).is_err());
+        // The other file begins as the prompt does too.
+        let mut reader = PrefixStore::new(settings(dir.path()));
+        let kv = reader.lookup(model.kv_shape(), &ids(TOKENS + 1), TOKENS, 0).unwrap();
+        let notes = reader.take_notes();
+        assert!(kv.len() == 150 && notes.len() == 1 && notes[0].contains("damaged"), "{notes:?}");
+    }
+    // A block that is wrong is seen only when the file is chosen: the next best is taken.
+    let mut damaged = whole.clone();
+    *damaged.last_mut().unwrap() ^= 1;
+    std::fs::write(&path, damaged).unwrap();
+    let mut reader = PrefixStore::new(settings(dir.path()));
+    assert_eq!(reader.lookup(model.kv_shape(), &ids(TOKENS + 1), TOKENS, 0).unwrap().len(), 150);
+    assert_eq!(reader.take_notes().len(), 1);
+    // A pipe is not waited for, and a link that leads nowhere is nothing.
+    #[cfg(unix)]
+    {
+        std::fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("nowhere", path.with_file_name("0707070707070707-x.kv")).unwrap();
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let mut reader = PrefixStore::new(settings(dir.path()));
+        assert_eq!(reader.lookup(model.kv_shape(), &ids(TOKENS + 1), TOKENS, 0).unwrap().len(), 150);
+        let notes = reader.take_notes();
+        assert!(notes.len() == 1 && notes[0].contains("no regular file"), "{notes:?}");
+    }
+}
+
+#[test]
+fn what_could_not_be_written_is_said_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut model = model(KvType::F16);
+    let kv = filled(&mut model, &ids(TOKENS));
+    let mut process = PrefixStore::new(StoreSettings { bytes_max: 1000, ..settings(dir.path()) });
+    for _ in 0..3 {
+        process.save(&ids(TOKENS), kv.clone());
+        process.finish();
+    }
+    let notes = process.take_notes();
+    assert!(notes.len() == 1 && notes[0].contains("not kept on disk"), "{notes:?}");
+}
+
 #[test]
 fn writers_do_not_get_in_each_others_way() {
     let dir = tempfile::tempdir().unwrap();
@@ -236,6 +301,13 @@ fn the_least_recently_used_goes_first() {
     assert!(!dir.path().join(".writing-old").exists() && dir.path().join(".writing-new").exists());
     let (count, bytes) = store::clear(dir.path()).unwrap();
     assert_eq!((count, bytes), (3, 3 * size));
+
+    // What is kept already counts as used when it would be kept again.
+    save(&mut model, 1);
+    age();
+    save(&mut model, 1);
+    assert!(store::list(dir.path()).unwrap().0[0].unused_s < 5);
+    store::clear(dir.path()).unwrap();
 
     // One that cannot fit is not written, and that is said.
     let mut process = PrefixStore::new(StoreSettings { bytes_max: size - 1, ..settings });
